@@ -20,10 +20,9 @@ from threading import get_ident
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
 from ludus.cli.arguments import model_settings, policy_config
-from ludus.config.load import config_from_toml, load_config
+from ludus.config.load import config_from_toml, load_config, setting_words
 from ludus.config.schema import Config
-from ludus.config.settings import find
-from ludus.config.toml import to_toml, toml_value
+from ludus.config.toml import to_toml
 from ludus.diagnostics.trackers import read_metrics
 from ludus.envs.agent_world import AgentFunction, AgentWorld, RewardFunction
 from ludus.envs.base import World
@@ -212,7 +211,7 @@ def configuration(source: Source | None = None, **settings: object) -> Config:
     for section, values in settings.items():
         if not isinstance(values, Mapping):
             raise UserError(f"{section} = {values!r} is not a table of settings.", f"Write {section}={{...}}.")
-        words += _words(f"{section}.", values)
+        words += setting_words(values, f"{section}.")
     if isinstance(source, Config):
         return config_from_toml(to_toml(source), "the configuration and the arguments", words)
     return load_config(source, words, overrides_origin="the arguments")
@@ -241,10 +240,10 @@ def train(
 @outside_loop
 def sft(source: Source, **settings: object) -> Run:
     """Fine-tune on the demonstrations of an environment, or the file `sft={"data": path}`, in a new run folder."""
-    from ludus.cli.training.sft import prepare
+    from ludus.cli.training.stages import SFT
 
     config = configuration(source, **settings)
-    tune = prepare(config, True)
+    tune = SFT.prepare(config, True)
     folder = new_run(config, f"{Path(config.env.name).stem}-sft", "sft")
     with lock_run(folder):
         tune(folder)
@@ -301,19 +300,6 @@ evaluate_async = asynchronous(evaluate)
 rollout_async = asynchronous(rollout)
 
 
-def _words(prefix: str, table: Mapping[str, object]) -> list[str]:
-    words: list[str] = []
-    for key, value in table.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, Mapping) and find(name) is None:
-            words += _words(f"{name}.", value)
-        elif value is None:
-            words += [f"--{name}", "none"]
-        else:  # text is quoted: a bare none would unset, and a number in it stay a number
-            words += [f"--{name}", toml_value(str(value) if isinstance(value, Path) else value)]
-    return words
-
-
 def _resolve(
     source: Source | World | AgentFunction, tasks: Tasks, reward: RewardFunction | None, settings: dict[str, object]
 ) -> tuple[Config, World | None]:
@@ -332,23 +318,18 @@ def _resolve(
 
 def _train(config: Config, world: World | None, recipe: str | None, progress: bool) -> Run:
     from ludus.cli.commands.config import check_plugins
-    from ludus.cli.ui.progress import ProgressReporter, cold_start, running_cluster
-    from ludus.cli.ui.terminal import bars, make_console, silence_libraries
-    from ludus.training.rl.build import train as train_run
+    from ludus.cli.ui.progress import train_policy
+    from ludus.cli.ui.terminal import make_console, silence_libraries
     from ludus.training.rl.validate import open_validated_session
     from ludus.training.run.preflight import check_new_run
-    from ludus.training.run.session import open_session
 
     silence_libraries()
     check_plugins(config)
     check_new_run(config, "rl")
     session = open_validated_session(config, world=world)
     folder = new_run(config, Path(recipe or config.env.name).stem, "rl", recipe)
-    console = make_console(quiet=not progress)
-    with lock_run(folder), bars(console) as bar:
-        session = session or open_session(config, cold_start(config, folder, console))
-        with running_cluster(session, folder) as cluster:
-            train_run(session, folder, ProgressReporter(bar, config.training.steps), cluster)
+    with lock_run(folder):
+        train_policy(config, folder, session, make_console(quiet=not progress))
     return Run(folder.path)
 
 

@@ -122,7 +122,7 @@ sys.exit(main())
 """
 
 
-MORE = ("ludus.cli.main", "rich.table", "ludus.cli.training.train")
+MORE = ("ludus.cli.main", "rich.table", "ludus.cli.training.stages")
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,7 @@ import argparse
 import atexit
 import gc
 import importlib
+import inspect
 import logging
 import os
 import re
@@ -18,6 +19,7 @@ import sys
 import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 from ludus import __version__
 from ludus.cli.arguments import no_settings, split_settings
@@ -30,17 +32,18 @@ from ludus.plugins import plugin_line
 
 @dataclass(frozen=True, slots=True)
 class Command:
-    """One subcommand; its module, in `folder`, defines `add_arguments(parser)` and `run(args, overrides) -> int`."""
+    """One subcommand; `target` has `add_arguments(parser)` and `run(args, overrides)`, which returns the exit code."""
 
     name: str
-    folder: str
+    target: str
     summary: str
     example_arguments: str
 
-    @property
-    def module(self) -> str:
-        """Import path of the module."""
-        return f"ludus.cli.{self.folder}.{self.name.replace('-', '_')}"
+    def load(self) -> Any:  # noqa: ANN401 (a module or an object)
+        """Import the command."""
+        module, _, name = self.target.partition(":")
+        found = importlib.import_module(f"ludus.cli.{module}")
+        return vars(found)[name] if name else found
 
     @property
     def example(self) -> str:
@@ -53,33 +56,38 @@ WITHOUT_SETTINGS = (
     *("sandbox", "show", "view"),
 )
 COMMANDS = (
-    Command("train", "training", "train an agent by reinforcement learning", "search"),
-    Command("sft", "training", "fine-tune on demonstrations", "search --from-scratch"),
-    Command("preference", "training", "train on pairs: DPO, SimPO, KTO, BCO and others", "search --run runs/search-1"),
-    Command("reward-model", "training", "train a reward model", "search --run runs/search-1"),
-    Command("rft", "training", "rejection-sampling fine-tuning", "search --rft.rounds 2"),
-    Command("pipeline", "training", "train in stages", "examples/pipeline.toml"),
-    Command("data", "commands", "check or convert data files", "check dialogues.jsonl"),
-    Command("eval", "evaluate", "evaluate on held-out tasks", "--run runs/search-1"),
-    Command("probe", "evaluate", "probe how a model behaves", "scaling --run runs/search-1"),
-    Command("compare", "evaluate", "compare two evaluations, task by task", "runs/a runs/b"),
-    Command("behavior", "results", "show how the tasks of a run were solved", "runs/search-1"),
-    Command("contamination", "results", "find evaluation tasks in training data", "runs/search-1"),
-    Command("report", "results", "write an HTML report about runs", "runs/search-1"),
-    Command("view", "results", "look at a run in the browser", "runs/search-1"),
-    Command("chat", "serving", "chat with a checkpoint", "runs/search-1"),
-    Command("serve", "serving", "serve a checkpoint over HTTP", "runs/search-1"),
-    Command("cluster", "serving", "add engines to a run, or remove them", "list runs/search-1"),
-    Command("sandbox", "serving", "check a sandbox, or serve one over HTTP", "check"),
-    Command("show", "results", "show a run: curves, transcripts, evaluations", "runs/search-1"),
-    Command("export", "results", "export rollouts to other tools", "runs/search-1 --inspect logs"),
-    Command("plan", "commands", "predict step time, idle shares and staleness", "runs/search-1 --engines 1 8 64"),
-    Command("rewards", "results", "score saved rollouts again", "replay runs/search-1 --config other.toml"),
-    Command("env", "commands", "show or check an environment", "check search"),
-    Command("recipes", "commands", "list the recipes", ""),
-    Command("algorithms", "commands", "list the algorithms", ""),
-    Command("doctor", "commands", "check this machine and the installation", ""),
-    Command("config", "commands", "print a resolved configuration", "search"),
+    Command("train", "training.stages:RL", "train an agent by reinforcement learning", "search"),
+    Command("sft", "training.stages:SFT", "fine-tune on demonstrations", "search --from-scratch"),
+    Command(
+        "preference",
+        "training.stages:PREFERENCE",
+        "train on pairs: DPO, SimPO, KTO, BCO and others",
+        "search --run runs/search-1",
+    ),
+    Command("reward-model", "training.stages:REWARD_MODEL", "train a reward model", "search --run runs/search-1"),
+    Command("rft", "training.stages:RFT", "rejection-sampling fine-tuning", "search --rft.rounds 2"),
+    Command("pipeline", "training.pipeline", "train in stages", "examples/pipeline.toml"),
+    Command("data", "commands.data", "check or convert data files", "check dialogues.jsonl"),
+    Command("eval", "evaluate.eval", "evaluate on held-out tasks", "--run runs/search-1"),
+    Command("probe", "evaluate.probe", "probe how a model behaves", "scaling --run runs/search-1"),
+    Command("compare", "evaluate.compare", "compare two evaluations, task by task", "runs/a runs/b"),
+    Command("behavior", "results.behavior", "show how the tasks of a run were solved", "runs/search-1"),
+    Command("contamination", "results.contamination", "find evaluation tasks in training data", "runs/search-1"),
+    Command("report", "results.report", "write an HTML report about runs", "runs/search-1"),
+    Command("view", "results.view", "look at a run in the browser", "runs/search-1"),
+    Command("chat", "serving.chat", "chat with a checkpoint", "runs/search-1"),
+    Command("serve", "serving.serve", "serve a checkpoint over HTTP", "runs/search-1"),
+    Command("cluster", "serving.cluster", "add engines to a run, or remove them", "list runs/search-1"),
+    Command("sandbox", "serving.sandbox", "check a sandbox, or serve one over HTTP", "check"),
+    Command("show", "results.show", "show a run: curves, transcripts, evaluations", "runs/search-1"),
+    Command("export", "results.export", "export rollouts to other tools", "runs/search-1 --inspect logs"),
+    Command("plan", "commands.plan", "predict step time, idle shares and staleness", "runs/search-1 --engines 1 8 64"),
+    Command("rewards", "results.rewards", "score saved rollouts again", "replay runs/search-1 --config other.toml"),
+    Command("env", "commands.env", "show or check an environment", "check search"),
+    Command("recipes", "commands.recipes", "list the recipes", ""),
+    Command("algorithms", "commands.algorithms", "list the algorithms", ""),
+    Command("doctor", "commands.doctor", "check this machine and the installation", ""),
+    Command("config", "commands.config", "print a resolved configuration", "search"),
 )
 
 
@@ -153,11 +161,11 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     args, unknown = parser.parse_known_args(words)
     _check_options(unknown, options, chosen)
-    module = next(command.module for command in COMMANDS if command.name == args.command)
+    command = next(command for command in COMMANDS if command.name == args.command)
     if args.command in WITHOUT_SETTINGS:
         no_settings([*settings, *unknown], args.command)
-    code: int = importlib.import_module(module).run(args, [*settings, *unknown])
-    return code
+    code: int | None = command.load().run(args, [*settings, *unknown])
+    return code or 0
 
 
 def _check_options(unknown: Sequence[str], options: Sequence[str], command: str) -> None:
@@ -179,14 +187,14 @@ def _check_options(unknown: Sequence[str], options: Sequence[str], command: str)
 def _add_command(subparsers: argparse._SubParsersAction[argparse.ArgumentParser], command: Command) -> list[str]:
     """Add the chosen command with its arguments and documentation; return the names of its options."""
     with exit_on_interrupt():
-        module = importlib.import_module(command.module)
+        found = command.load()
     parser = subparsers.add_parser(
         command.name,
         help=command.summary,
-        description=module.__doc__,
+        description=inspect.getdoc(found),
         epilog=f"example: {command.example}",
         formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
-    module.add_arguments(parser)
+    found.add_arguments(parser)
     return re.findall(r"--[a-z][a-z-]*", parser.format_usage())

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 
@@ -142,6 +142,21 @@ def apply_overrides(data: dict[str, object], words: Sequence[str]) -> list[str]:
     setting; values are validated later.
     """
     return list(filter(None, (item if isinstance(item, str) else _apply(data, *item) for item in _pairs(words))))
+
+
+def setting_words(table: Mapping[str, object], prefix: str = "", none: str | None = None) -> list[str]:
+    """Return a table of settings as words of a command line: `--section.key`, `value`; None or `none` unset a setting.
+
+    Other text is quoted, so that a number in it stays text.
+    """
+    words: list[str] = []
+    for key, value in table.items():
+        if isinstance(value, Mapping) and find(f"{prefix}{key}") is None:
+            words += setting_words(value, f"{prefix}{key}.", none)
+        else:
+            text = str(value) if isinstance(value, Path) else value
+            words += [f"--{prefix}{key}", "none" if text in (None, none) else toml_value(text)]
+    return words
 
 
 def unknown_key(key: str, shown: str) -> str:

@@ -16,9 +16,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, get_args
 
+from ludus.config.load import setting_words
 from ludus.config.paths import resolve_paths
-from ludus.config.settings import find
-from ludus.config.toml import toml_value
 from ludus.errors import ConfigError, nearest_names
 
 StageKind = Literal["sft", "rft", "preference", "reward-model", "rl"]
@@ -60,7 +59,7 @@ def load_pipeline(path: Path) -> tuple[Stage, ...]:
     stages = []
     for number, table in enumerate(tables, start=1):
         resolve_paths(table.setdefault("settings", {}), path.parent)
-        words, recipe = tuple(_words(table["settings"], "")), table["recipe"]
+        words, recipe = tuple(setting_words(table["settings"], none="none")), table["recipe"]
         recipe = str(path.parent / recipe) if recipe.endswith(".toml") else recipe
         stages.append(Stage(number, KINDS[table["kind"]], recipe, words))
     return tuple(stages)
@@ -84,13 +83,3 @@ def _find_errors(table: object, number: int) -> Iterator[str]:
     elif number > 1 and isinstance(model := settings.get("model", {}), dict):
         for key in sorted(model.keys() & {"path", "from_scratch"}):
             yield f"Stage {number} sets model.{key}, but it starts from the checkpoint of the previous stage."
-
-
-def _words(table: Mapping[str, object], prefix: str) -> Iterator[str]:
-    """Yield a table of settings as words of a command line."""
-    for key, value in table.items():
-        name = f"{prefix}{key}"
-        if isinstance(value, dict) and find(name) is None:
-            yield from _words(value, f"{name}.")
-        else:
-            yield from (f"--{name}", "none" if value == "none" else toml_value(value))

@@ -3,23 +3,14 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib import resources
-from typing import Literal
 
 from ludus.config.load import apply_overrides
+from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
 from ludus.config.toml import value_text
-
-_SECTIONS: Mapping[str, Sequence[str]] = {
-    "rl": ("training", "evaluation"),
-    "sft": ("sft",),
-    "rft": ("rft", "evaluation"),
-    "preference": ("preference",),
-    "reward-model": ("reward_model",),
-}
-"""The sections of the table that a kind of training uses."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,14 +26,13 @@ class QuickCut:
         return f"--{self.key}", str(self.new)
 
 
-def quick_cuts(
-    kind: Literal["rl", "sft", "rft", "preference", "reward-model"], config: Config, overrides: Sequence[str]
-) -> list[QuickCut]:
+def quick_cuts(kind: StageKind, config: Config, overrides: Sequence[str]) -> list[QuickCut]:
     """Return the settings of a run that are lowered: those above the table, unless they are among `overrides`."""
     explicit: dict[str, object] = {}
     apply_overrides(explicit, overrides)
     table = tomllib.loads((resources.files("ludus.recipes") / "quick.toml").read_text("utf-8"))
-    sections = [*_SECTIONS[kind], *(["sft"] if kind == "rl" and config.model.from_scratch else [])]
+    sections = ["training" if kind == "rl" else kind.replace("-", "_")]
+    sections += ["evaluation"] * (kind in ("rl", "rft")) + ["sft"] * (kind == "rl" and config.model.from_scratch)
     values, cuts = config.model_dump(), []
     for section in sections:
         own = explicit.get(section)

@@ -29,14 +29,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("name", nargs="?", metavar="NAME", help="a preset or a part to show")
 
 
-def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Print the table, or one algorithm."""
     console = make_console()
     if args.name is not None:
         parts = [] if args.name in PRESETS else list(_describe_part(args.name))
         for line in parts or _describe(resolve(AlgorithmConfig(preset=args.name))):
             print_text(console, line)
-        return 0
+        return
     details = (TableColumn("advantage", 1), TableColumn("loss", 3), TableColumn("mean over", 4))
     columns = ("preset", TableColumn("in one line", wrap=True), *details, TableColumn("source", 2, wrap=True))
     presets = PRESETS.values()
@@ -53,7 +53,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         if unused := [name for name in known if name not in used]:
             print_text(console, f"Without a preset, for --algorithm.{part}: {', '.join(unused)}")
     print_text(console, "Show one: ludus algorithms NAME     Train with it: --algorithm.preset NAME")
-    return 0
 
 
 def _describe(algorithm: Algorithm) -> Iterator[str]:

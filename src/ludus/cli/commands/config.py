@@ -42,14 +42,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--keys", nargs="?", const="", metavar="SECTION", help=keys)
 
 
-def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Print configuration or settings. Raises ConfigError for an invalid algorithm, plug-in or reward."""
     in_folder = Path(args.recipe or "") / "config.toml"
     source = in_folder if args.recipe and in_folder.is_file() else args.recipe
     config = load_config(source, [*model_settings(args.model, args.recipe), *overrides])
     if args.keys is not None:
         print_text(make_console(), "\n".join(_key_lines(args.keys, config)))
-        return 0
+        return
     algorithm = algorithm_of(config)
     check_plugins(config)
     unchecked = _check_rewards(config, algorithm)
@@ -57,7 +57,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     print("\n".join(_algorithm_lines(algorithm, config)))
     if unchecked:
         print(f"# the world cannot be built here, so the rewards are not checked: {unchecked}")
-    return 0
 
 
 def check_plugins(config: Config) -> None:

@@ -26,7 +26,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="a file, or a dataset's folder or name")
 
 
-def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Check or convert. Raises UserError if a file has problems."""
     console, wrong = make_console(), []
     if args.action == "convert":
@@ -36,7 +36,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         records = read_records(file)
         write_rows(folder, [row_of(record) for record in records])
         print_line(console, f"{folder}: {_counted(len(records), 'record')} of {file}")
-        return 0
+        return
     for path in args.files:
         try:
             report = check_file(path)
@@ -48,7 +48,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if wrong:
         text = f"{', '.join(map(str, wrong))} cannot be used for training."
         raise UserError(text, "docs/use/data.md describes the formats.")
-    return 0
 
 
 def _report_lines(report: FileReport) -> list[str]:

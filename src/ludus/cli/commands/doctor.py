@@ -21,7 +21,7 @@ import shutil
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from importlib import metadata
@@ -29,11 +29,14 @@ from importlib.resources import files
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, Field
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+from packaging.version import Version
+from pydantic import BaseModel
 
-from ludus.cli.arguments import is_recipe, no_settings, run_config
+from ludus.cli.arguments import is_recipe, no_settings, raise_first, run_config
 from ludus.cli.ui.terminal import load_libraries, make_console, print_text
-from ludus.errors import LudusError, UserError
+from ludus.errors import LudusError
 from ludus.recipes import recipe_folder
 from ludus.training.run.run_dir import RunFolder
 
@@ -41,6 +44,22 @@ _REQUIRED_GB = 2.0
 """Memory and disk in GB that the search recipe needs, with a margin."""
 _LOGPROB_TOLERANCE = 1e-3
 _STYLES = {"fine": "green", "note": "yellow", "fault": "bold red"}
+_WHICH_MODEL = "Add --model: a checkpoint, model, run or URL."
+_TOKENS = 64
+"""Tokens of the generation whose speed is measured."""
+_PROMPT = tuple(range(4, 20))
+_MIN_FILES = 4096
+_MIN_PROCESSES = 1024
+_MIN_LOCKED = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class DoctorFinding:
+    """A checked subject, its state, and a description."""
+
+    what: str
+    state: Literal["fine", "note", "fault"]
+    text: str
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -67,29 +86,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print each finding; return 1 if there are faults."""
-    is_environment = args.target is not None and _is_environment(args.target)
-    is_run = args.target is not None and (Path(args.target) / "config.toml").is_file()
-    if args.model is not None:
-        if args.target is None:
-            raise UserError("--model needs an environment.", "Write `ludus doctor ENV --model M`.")
-        if is_run and not is_environment:
-            text = f"{args.target} is a run folder, whose check takes no --model."
-            raise UserError(text, "Remove --model, or name an ENV.")
+    target, model = args.target, args.model
+    is_environment = target is not None and _is_environment(target)
+    is_run = target is not None and (Path(target) / "config.toml").is_file()
+    if model is None:
+        no_settings(overrides, "doctor")
+    of_run = f"{target} is a run folder, whose check takes no --model."
+    which = f"Write ./{target}, or add --model."
+    raise_first(
+        (model and target is None, "--model needs an environment.", "Write `ludus doctor ENV --model M`."),
+        (model and is_run and not is_environment, of_run, "Remove --model, or name an ENV."),
+        (not model and is_environment and is_run, f"{target!r} is an environment and a run folder.", which),
+        (not model and is_environment, f"No model for the environment {target!r}.", _WHICH_MODEL),
+    )
+    if model is not None:
         from ludus.cli.evaluate.readiness import check_readiness  # needs libraries that the machine may miss
 
         return check_readiness(args, overrides)
-    no_settings(overrides, "doctor")
-    if is_environment and is_run:
-        text = f"{args.target!r} is an environment and a run folder."
-        raise UserError(text, f"Write ./{args.target}, or add --model.")
-    if is_environment:
-        text = f"No model for the environment {args.target!r}."
-        raise UserError(text, "Add --model: a checkpoint, model, run or URL.")
-    if args.target is not None:
-        return _print_findings(Path(args.target), args.steps, args.json)
+    if target is not None:
+        return _print_findings(Path(target), args.steps, args.json)
     load_libraries()
-    console = make_console(quiet=args.json)
-    found = []
+    console, found = make_console(quiet=args.json), []
     for finding in examine(args.folder, args.engine, args.api, args.speed):
         found.append(finding)
         print_text(console, f"{finding.state:5}  {finding.what}: {finding.text}", _STYLES[finding.state])
@@ -172,22 +189,22 @@ def locked_versions() -> dict[str, str]:
     """Return the tested versions in constraints.txt by package."""
     lines = files("ludus").joinpath("constraints.txt").read_text(encoding="utf-8").splitlines()
     pairs = (line.split("==") for line in lines if "==" in line)
-    return {_canonical(name): version for name, version in pairs}
+    return {canonicalize_name(name): version for name, version in pairs}
 
 
 def check_libraries(requirements: Sequence[str], tested: dict[str, str]) -> Iterator[DoctorFinding]:
     """Yield one finding for all required libraries with tested versions, and one for each other library."""
     reported = False
-    for requirement in requirements:
-        if ";" in requirement:  # of an extra
+    for wanted in map(Requirement, requirements):
+        if wanted.marker is not None:  # of an extra
             continue
-        name, minimum = _parse_requirement(requirement)
-        installed = _installed(name)
+        name, installed = canonicalize_name(wanted.name), _installed(wanted.name)
         if installed is None:
-            yield DoctorFinding(name, "fault", f"not installed; pip install '{requirement}'")
-        elif _version_tuple(installed) < _version_tuple(minimum):
-            yield DoctorFinding(name, "fault", f"{installed} is older than {minimum}; pip install '{requirement}'")
-        elif (known := tested.get(name)) and _version_tuple(installed) != _version_tuple(known):
+            yield DoctorFinding(name, "fault", f"not installed; pip install '{wanted}'")
+        elif not wanted.specifier.contains(installed, prereleases=True):
+            minimum = ", ".join(part.version for part in wanted.specifier)
+            yield DoctorFinding(name, "fault", f"{installed} is older than {minimum}; pip install '{wanted}'")
+        elif (known := tested.get(name)) and Version(installed.partition("+")[0]) != Version(known):
             text = f"{installed}; the tests pass with {known} (pip install -c constraints.txt)"
             yield DoctorFinding(name, "note", text)
         else:
@@ -195,24 +212,6 @@ def check_libraries(requirements: Sequence[str], tested: dict[str, str]) -> Iter
         reported = True
     if not reported:
         yield DoctorFinding("libraries", "fine", "the versions that the tests pass with")
-
-
-def _parse_requirement(requirement: str) -> tuple[str, str]:
-    """Return name and lowest version of `name>=version`."""
-    name, _, minimum = requirement.partition(";")[0].strip().partition(">=")
-    return _canonical(re.split(r"[\[(< ]", name)[0]), minimum.strip(" )") or "0"
-
-
-def _canonical(name: str) -> str:
-    return re.sub(r"[-_.]+", "-", name.strip()).lower()
-
-
-def _version_tuple(version: str) -> tuple[int, ...]:
-    """Return `2.13.0+cpu` as (2, 13)."""
-    parts = [int(part) for part in re.findall(r"\d+", version.partition("+")[0])]
-    while parts and parts[-1] == 0:
-        parts.pop()
-    return tuple(parts)
 
 
 def _installed(name: str) -> str | None:
@@ -223,15 +222,13 @@ def _installed(name: str) -> str | None:
 
 
 def _extras(requirements: Sequence[str]) -> Iterator[DoctorFinding]:
-    wanted: dict[str, list[str]] = {}
-    for requirement in requirements:
-        if found := re.search(r"extra == ['\"](\w+)['\"]", requirement):
-            wanted.setdefault(found[1], []).append(_parse_requirement(requirement)[0])
-    wanted.pop("dev", None)
-    for extra, names in wanted.items():
-        missing = [name for name in names if name != "ludus" and _installed(name) is None]
+    wanted = [one for one in map(Requirement, requirements) if one.marker is not None and one.name != "ludus"]
+    for extra in metadata.metadata("ludus").get_all("Provides-Extra") or []:
+        own = [one.name for one in wanted if one.marker is not None and one.marker.evaluate({"extra": extra})]
+        missing = [name for name in own if _installed(name) is None]
         text = f"pip install 'ludus[{extra}]' (lacks {', '.join(missing)})" if missing else "installed"
-        yield DoctorFinding(f"extra {extra}", "note" if missing else "fine", text)
+        if extra != "dev":
+            yield DoctorFinding(f"extra {extra}", "note" if missing else "fine", text)
 
 
 def _disk(folder: Path) -> DoctorFinding:
@@ -297,48 +294,17 @@ async def _sample_and_score() -> DoctorFinding:
     model = load_model(str(recipe_folder("search") / "cold_start"))
     engine = LocalEngine(model, settings=EngineSettings(context_tokens=64, max_batch=1, kv_cache_tokens=256))
     try:
-        prompt = tuple(range(4, 20))
-        completion = await engine.generate(Request("doctor", prompt, SamplingParams(max_new_tokens=16)))
+        completion = await engine.generate(Request("doctor", _PROMPT, SamplingParams(max_new_tokens=16)))
     finally:
         await engine.close()
-    tokens = torch.tensor([prompt + completion.tokens], device=next(model.parameters()).device)
+    tokens = torch.tensor([_PROMPT + completion.tokens], device=next(model.parameters()).device)
     with torch.no_grad():
         scores = LogprobScorer(model).score(tokens, torch.ones_like(tokens, dtype=torch.bool)).logprobs[0]
     sampled = torch.tensor(completion.logprobs, device=scores.device)
-    gap = float((scores[len(prompt) :] - sampled).abs().max())
+    gap = float((scores[len(_PROMPT) :] - sampled).abs().max())
     if not gap <= _LOGPROB_TOLERANCE:
         return DoctorFinding("the shipped model", "fault", f"engine and learner differ by {gap:.2g} nats per token")
     return DoctorFinding("the shipped model", "fine", f"engine and learner agree to {gap:.1g} nats per token")
-
-
-_TOKENS = 64
-"""Tokens of the generation whose speed is measured."""
-_PROMPT = tuple(range(4, 20))
-_MIN_FILES = 4096
-_MIN_PROCESSES = 1024
-_MIN_LOCKED = 64 << 20
-
-
-@dataclass(frozen=True, slots=True)
-class DoctorFinding:
-    """A checked subject, its state, and a description."""
-
-    what: str
-    state: Literal["fine", "note", "fault"]
-    text: str
-
-
-class _ListedModel(BaseModel):
-    id: str
-    max_model_len: int | None = None
-
-
-class _ListedModels(BaseModel):
-    data: list[_ListedModel] = Field(min_length=1)
-
-
-class _Version(BaseModel):
-    version: str
 
 
 def check_ulimits(has_gpu: bool) -> Iterator[DoctorFinding]:
@@ -359,20 +325,25 @@ def check_ulimits(has_gpu: bool) -> Iterator[DoctorFinding]:
         yield DoctorFinding(f"limit of {name}", "note" if is_low else "fine", text)
 
 
+class _ServerVersion(BaseModel):
+    version: str
+
+
 def check_server(url: str, api: str) -> Iterator[DoctorFinding]:
     """Yield findings about an OpenAI-compatible server: models, version, latency, speed, and what RL needs."""
+    from ludus.engines.remote.api_adapters import ModelList
     from ludus.engines.remote.http_client import get_once
 
     base = url.rstrip("/").removesuffix("/v1")
     what = f"engine {base}"
     try:
-        models = get_once(base, "/v1/models", _ListedModels).data
+        models = get_once(base, "/v1/models", ModelList).data
     except LudusError as error:
         yield DoctorFinding(what, "fault", str(error))
         return
     version = "unknown"
     with suppress(LudusError):
-        version = get_once(base, "/version", _Version).version
+        version = get_once(base, "/version", _ServerVersion).version
     names = ", ".join(one.id for one in models)
     context = f"context {models[0].max_model_len} tokens" if models[0].max_model_len else "context length unknown"
     yield DoctorFinding(what, "fine", f"serves {names}; {context}; version {version}")
@@ -399,18 +370,14 @@ async def _token_speed(base: str, api: str) -> str:
     facts = await asyncio.to_thread(server.describe, base)
     replica = Replica(base, RemoteEngineSettings(timeout_s=60.0, connect_timeout_s=0.0))
 
-    async def timed(num: int, name: str) -> tuple[float, int]:
-        begin = time.perf_counter()
+    async def sample(num: int, name: str) -> int:
         request = Request(name, _PROMPT, SamplingParams(max_new_tokens=num, seed=1))
-        done = await server.generate(replica, facts, name, request, "")
-        return time.perf_counter() - begin, len(done.tokens)
+        return len((await server.generate(replica, facts, name, request, "")).tokens)
 
     try:
-        await timed(1, "doctor-warm-up")
-        (latency_s, _), (seconds, num) = await timed(1, "doctor-latency"), await timed(_TOKENS, "doctor-speed")
+        return await _measure_speed(sample)
     finally:
         await replica.close()
-    return _speed_text(latency_s, seconds, num)
 
 
 async def _chat_speed(base: str, model: str) -> str:
@@ -419,33 +386,34 @@ async def _chat_speed(base: str, model: str) -> str:
 
     message = Message(role="user", content="Count from 1 to 30.")
     async with OpenAIClient(OpenAIClientSettings(f"{base}/v1", model, timeout_s=60.0, retries=0)) as client:
-        begin = time.perf_counter()
-        await client.chat([message], (), SamplingParams(max_new_tokens=1), 0)
-        between = time.perf_counter()
-        answer = await client.chat([message], (), SamplingParams(max_new_tokens=_TOKENS), 0)
-        seconds = time.perf_counter() - between
-    return _speed_text(between - begin, seconds, answer.usage.completion_tokens if answer else 0)
+
+        async def sample(num: int, name: str) -> int:
+            answer = await client.chat([message], (), SamplingParams(max_new_tokens=num), 0)
+            return answer.usage.completion_tokens or 0 if answer else 0
+
+        return await _measure_speed(sample)
 
 
-def _speed_text(latency_s: float, seconds: float, num: int) -> str:
+async def _measure_speed(sample: Callable[[int, str], Awaitable[int]]) -> str:
+    """Describe latency and speed; `sample` requests at most so many tokens under a name, and returns their number."""
+    await sample(1, "doctor-warm-up")
+    begin = time.perf_counter()
+    await sample(1, "doctor-latency")
+    between = time.perf_counter()
+    num = await sample(_TOKENS, "doctor-speed")
+    seconds = time.perf_counter() - between
     speed = f"{num / seconds:,.0f} tokens/s in one request of {num} tokens" if num else "speed unknown"
-    return f"latency {1000 * latency_s:.0f} ms for one token; {speed}"
+    return f"latency {1000 * (between - begin):.0f} ms for one token; {speed}"
 
 
 async def measure_embedded() -> DoctorFinding:
-    """Measure the speed of the embedded engine with a small random model."""
-    import torch
-    from transformers import Qwen3Config, Qwen3ForCausalLM
-
+    """Measure the speed of the embedded engine with the shipped model."""
     from ludus.engines.base import Request
     from ludus.engines.embedded.engine import EngineSettings, LocalEngine
+    from ludus.engines.models.loading import load_model
     from ludus.types import SamplingParams
 
-    sizes = {"vocab_size": 2048, "hidden_size": 128, "intermediate_size": 384, "num_hidden_layers": 4, "head_dim": 32}
-    heads = {"num_attention_heads": 4, "num_key_value_heads": 4, "tie_word_embeddings": True}
-    with torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        model = Qwen3ForCausalLM(Qwen3Config(**sizes, **heads)).float().eval()
+    model = load_model(str(recipe_folder("search") / "cold_start"))
     engine = LocalEngine(model, settings=EngineSettings(context_tokens=128, max_batch=32, kv_cache_tokens=32 * 128))
     params, speeds = SamplingParams(max_new_tokens=_TOKENS), []
     try:
@@ -456,5 +424,5 @@ async def measure_embedded() -> DoctorFinding:
             speeds.append(sum(len(one.tokens) for one in done) / (time.perf_counter() - begin))
     finally:
         await engine.close()
-    text = f"{speeds[1]:,.0f} tokens/s with 1 request, {speeds[2]:,.0f} with 32, for a random model of 1 M weights"
+    text = f"{speeds[1]:,.0f} tokens/s with 1 request, {speeds[2]:,.0f} with 32, for the shipped model"
     return DoctorFinding("embedded engine", "fine", text)

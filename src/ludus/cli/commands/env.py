@@ -52,13 +52,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--seed", type=int, default=0, help="seed of the task selection and the agents (0)")
 
 
-def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     """List, show, check or prepare. Raises UserError if a check fails."""
     console = make_console()
     if args.act == "list":
         no_settings(overrides, "env list")
         console.print(_worlds_table())
-        return 0
+        return
     if not args.name:
         raise UserError("Name an environment.", "`ludus env list` lists them.")
     if args.tasks < 1:
@@ -84,7 +84,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             print_text(console, f"! A training run would be refused: {error}", "yellow")
     if failed:
         raise UserError(" ".join(failed), "Remove a world with --env.mixture.NAME none.")
-    return 0
 
 
 def _config_of(name: str, overrides: Sequence[str]) -> Config:

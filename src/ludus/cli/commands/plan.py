@@ -70,7 +70,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=text)
 
 
-def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Print the costs and the table."""
     costs, layout, source, warnings = read_costs(args)
     console = make_console()
@@ -87,7 +87,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         one = replace(one, in_flight=min(one.max_in_flight, engines * args.in_flight))
         runs.append(simulate(costs, one))
     console.print(_plan_table(costs, runs))
-    return 0
 
 
 def read_costs(args: argparse.Namespace) -> tuple[Costs, RunLayout, str, list[str]]:

@@ -18,7 +18,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Add no arguments."""
 
 
-def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Print the table."""
     console = make_console()
     columns = ("recipe", TableColumn("description", wrap=True), "starts in", "memory", TableColumn("learns", wrap=True))
@@ -30,4 +30,3 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     console.print(make_table(columns, rows))
     others = "In minutes: ludus train NAME --quick     Its settings: ludus config NAME"
     print_text(console, f"Train one: ludus train NAME     {others}")
-    return 0

@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
 
 
-def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Chat until /exit or the end of the input."""
     if not 0 <= args.temperature < float("inf"):
         raise UserError(f"--temperature is {args.temperature:g}.", "Use 0 (greedy) or a positive number.")
@@ -96,7 +96,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             chat(ChatRepl(opened, args.temperature), console, runner)
         finally:
             runner.run(opened.close())
-    return 0
 
 
 def target_config(target: str, world: str | None, overrides: Sequence[str]) -> tuple[RunFolder | None, Config]:

@@ -27,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="timeout (600)")
 
 
-def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Send the request to the run and print its engines afterwards."""
     from ludus.cluster.control import send_request
 
@@ -43,4 +43,3 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     console = make_console()
     console.print(make_table(("engine", "address", "process", "requests"), rows))
     print_line(console, f"engines: {len(reply['engines'])}, workers: {reply['workers']}")
-    return 0

@@ -42,19 +42,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--most-memory-mib", type=int, default=2048, metavar="N", help="maximum memory per run (2048)")
 
 
-def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Check, or serve until interrupted. Raises UserError if the backend is unavailable on this machine."""
     if args.url and args.backend not in _REMOTE_BACKENDS:
         text = f"--url is the address of a service, and --backend is {args.backend}."
         raise UserError(text, f"Name one of {', '.join(_REMOTE_BACKENDS)}.")
     if args.act == "check":
-        return _check(args)
+        _check(args)
+        return
     if args.backend in _REMOTE_BACKENDS:
         text = f"The {args.backend} backend is remote and cannot be served from here."
         raise UserError(text, "Name a backend of this machine, or check it: ludus sandbox check.")
     settings = _settings(args)
     asyncio.run(_probe(open_sandbox(settings), all_tests=False))
-    return _serve(args, open_sandbox(settings))
+    _serve(args, open_sandbox(settings))
 
 
 def _settings(args: argparse.Namespace) -> SandboxSettings:
@@ -71,7 +72,7 @@ async def _probe(sandbox: Sandbox, *, all_tests: bool) -> tuple[str, list[SelfTe
         await sandbox.close()
 
 
-def _check(args: argparse.Namespace) -> int:
+def _check(args: argparse.Namespace) -> None:
     """Print the properties of a backend. Raises UserError if it lacks properties that graders need."""
     console = make_console()
     place = f"at {args.url}" if args.url else "here"
@@ -86,10 +87,9 @@ def _check(args: argparse.Namespace) -> int:
     if wrong := [one.test for one in found if one.failed]:
         text = f"The {args.backend} backend lacks properties that graders need: {', '.join(wrong)}."
         raise UserError(text, "docs/use/sandbox.md lists them.")
-    return 0
 
 
-def _serve(args: argparse.Namespace, sandbox: Sandbox) -> int:
+def _serve(args: argparse.Namespace, sandbox: Sandbox) -> None:
     with needs_serve_extra():
         from ludus.gateway.limits import MIB, HttpLimits, http_server, open_socket
         from ludus.sandbox.remote.server import MAX_BODY_BYTES, SandboxServerSettings, error_response, make_app
@@ -115,4 +115,3 @@ def _serve(args: argparse.Namespace, sandbox: Sandbox) -> int:
             print_line(console, f"Token: {token}")
         limits = HttpLimits(body_bytes=MAX_BODY_BYTES, buffered_bytes=512 * MIB, requests=1024, body_s=120.0)
         http_server(app, limits, error_response, lifespan=True).run([listener])
-    return 0

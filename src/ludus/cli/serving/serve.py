@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--check", action="store_true", help="load the model, print its properties and exit")
 
 
-def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Serve until interrupted."""
     config = _config(args.target, overrides)
     load_libraries()
@@ -73,7 +73,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         if listener is None:
             asyncio.run(service.engine.close())
             print_line(console, f"{what} can be served.")
-            return 0
+            return
         server = http_server(make_app(service, model), model_limits(context), error_response)
         with publish_token(listener.getsockname()[1], service.control_token):
             print_line(console, f"Serving {what} at {url_of(listener)}")
@@ -87,7 +87,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
                     await service.engine.close()
 
             asyncio.run(serve())
-    return 0
 
 
 @contextmanager

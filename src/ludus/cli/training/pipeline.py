@@ -18,8 +18,9 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ludus.cli.training import preference, reward_model, rft, sft, train
-from ludus.cli.training.training_command import QUICK_HELP, TrainingStage, resume_hint
+from ludus.cli.commands.config import check_plugins
+from ludus.cli.training.stages import STAGES
+from ludus.cli.training.training_command import QUICK_HELP, resume_hint
 from ludus.cli.ui.terminal import load_libraries, make_console, print_line, print_text
 from ludus.config.load import load_config
 from ludus.config.pipeline import Stage, StageKind, load_pipeline
@@ -32,13 +33,9 @@ from ludus.envs.registry import build_world, check_sandbox
 from ludus.errors import ConfigError, LudusError, UserError
 from ludus.rewards.registry import added_parts
 from ludus.rollouts.rollout_files import replaced_file
-from ludus.training.datasets.files import read_dialogues, read_pairs, read_rollout_file
 from ludus.training.run.preflight import check_extras, check_new_run
 from ludus.training.run.run_dir import RunFolder, list_checkpoints
 
-STAGES: Mapping[StageKind, TrainingStage] = {
-    stage.kind: stage for stage in (sft.STAGE, rft.STAGE, preference.STAGE, reward_model.STAGE, train.STAGE)
-}
 SAMPLES: frozenset[StageKind] = frozenset({"rft", "rl"})
 """Stages that sample rollouts, usable as training data of later stages."""
 TRAIN_SECTIONS: Mapping[StageKind, str] = {"preference": "preference", "reward-model": "reward_model"}
@@ -54,7 +51,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--folder", metavar="FOLDER", type=Path, help="folder of the pipeline (runs/NAME)")
 
 
-def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Run the incomplete stages."""
     stages, console = load_pipeline(args.file), make_console()
     if args.quick:
@@ -81,7 +78,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             else:
                 STAGES[stage.kind].start(config, Path(stage.recipe).stem, stage.recipe)
     print_line(console, f"The pipeline is complete: {_checkpoint_of(stages[-1], folder)}")
-    return 0
 
 
 def _quick_stage(stage: Stage, overrides: Sequence[str], console: Console) -> Stage:
@@ -116,30 +112,10 @@ def _check_stage(stage: Stage, config: Config, fed: bool) -> None:
     check_extras(config)
     if stage.number == 1:
         check_new_run(config, stage.kind)
+    check_plugins(config)
     world = build_world(config.env, config.rollout, config.sandbox)
     load_libraries()
-    from ludus.training import rft, sft
-    from ludus.training.rl import validate
-
-    validate.check_trackers(config)
-    match stage.kind:
-        case "sft":
-            sft.check_sft(config, world)
-        case "rft":
-            rft.check_rft(config, world)
-        case "rl":
-            validate.check_settings(config, world)
-            if config.experts.path is not None:
-                read_dialogues(Path(config.experts.path))
-        case _:
-            from ludus.training.preference.pairs import rollout_files
-
-            source = _source_of(stage, config)
-            if source.data is not None:
-                takes_pairs = stage.kind == "preference" or config.reward_model.kind == "pairwise"
-                (read_pairs if takes_pairs else read_rollout_file)(Path(source.data))
-            elif source.run is not None:
-                rollout_files(Path(source.run))
+    STAGES[stage.kind].check(config, world)
     samples_rollouts = {"preference": not fed, "reward-model": config.reward_model.rollouts > 0}
     if samples_rollouts.get(stage.kind, stage.kind in SAMPLES) and not config.cluster.on_ray:
         check_sandbox(config.sandbox, world)

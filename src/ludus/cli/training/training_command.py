@@ -1,17 +1,14 @@
-"""Shared code of the training commands: arguments, starting a run, and resuming one.
-
-A training command is a module with a `TrainingStage`, whose `add_arguments` and `run` it exports; a pipeline calls
-`start` and `resume`.
-"""
+"""What the training commands share: arguments, starting a run, and resuming one."""
 
 from __future__ import annotations
 
 import argparse
 import logging
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.arguments import check_run, model_settings, recipe_config, run_config
@@ -21,6 +18,7 @@ from ludus.cli.ui.terminal import announce, load_libraries, make_console, print_
 from ludus.config.pipeline import StageKind
 from ludus.config.quick import describe_cuts, quick_cuts
 from ludus.config.schema import Config
+from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import LudusError, UserError
 from ludus.evaluation.evaluate import check_split
@@ -34,23 +32,37 @@ QUICK_HELP = "minutes instead of hours: fewer steps and tasks, unless set on the
 log = logging.getLogger("ludus")
 
 
-@dataclass(frozen=True, slots=True)
-class TrainingStage:
-    """A training method, as a command and as a stage of a pipeline.
+TrainFunction = Callable[[RunFolder], None]
+"""Trains in a run folder, and prints the results."""
 
-    `prepare(config, new)` checks the configuration and loads models and data before anything is written, and returns
-    the function that trains in a run folder; `new` is False if the run is resumed. `print_done` reports a run with no
-    steps left. The other fields are the help of options: --from-scratch exists only with `scratch_help`, and --run,
-    which sets `run_setting`, only with `run_help`.
-    """
 
-    kind: StageKind
-    prepare: Callable[[Config, bool], Callable[[RunFolder], None]]
-    print_done: Callable[[RunFolder, Config], None]
-    model_help: str
-    scratch_help: str = ""
-    run_help: str = ""
-    run_setting: str = ""
+class TrainingStage(ABC):
+    """A training method, as a command and as a stage of a pipeline; its docstring is the help of the command."""
+
+    kind: ClassVar[StageKind]
+    model_help: ClassVar[str]
+    scratch_help: ClassVar[str] = ""
+    """Help of --from-scratch, which exists only with this text."""
+    run_help: ClassVar[str] = ""
+    """Help of --run, the setting `run` of the section; it exists only with this text."""
+    needs_model: ClassVar[str] = ""
+    """Why model.from_scratch is an error; empty if it is not."""
+
+    @abstractmethod
+    def check(self, config: Config, world: World) -> None:
+        """Raise UserError for settings or files that cannot be used, before earlier stages of a pipeline run."""
+
+    @abstractmethod
+    def prepare(self, config: Config, new: bool) -> TrainFunction:
+        """Check the configuration and load models and data, before anything is written; `new`: it is not resumed."""
+
+    def print_done(self, folder: RunFolder, config: Config) -> None:
+        """Print that all steps or rounds of a run are complete, and the next commands."""
+        from ludus.cli.ui.progress import print_commands
+
+        count = f"{config.rft.rounds} rounds" if self.kind == "rft" else f"{config.training.steps} steps"
+        print_line(make_console(), f"The run is complete: all {count} are done and evaluated.")
+        print_commands(make_console(), folder, config)
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
         """Add the arguments of the command; settings follow as --section.key value."""
@@ -64,10 +76,11 @@ class TrainingStage:
         parser.add_argument("--resume", metavar="RUN", type=Path, help="resume the run in this folder")
         parser.add_argument("--quick", action="store_true", help=QUICK_HELP)
 
-    def run(self, args: argparse.Namespace, overrides: Sequence[str]) -> int:
+    def run(self, args: argparse.Namespace, overrides: Sequence[str]) -> None:
         """Start or resume a run."""
         if args.resume is not None:
-            return self.resume(resumed_folder(args), overrides)
+            self.resume(resumed_folder(args), overrides)
+            return
         config = recipe_config(args.recipe, self.shortcuts(args), overrides)
         if args.quick:
             cuts = quick_cuts(self.kind, config, overrides)
@@ -76,17 +89,19 @@ class TrainingStage:
             config = recipe_config(args.recipe, [*self.shortcuts(args), *words], overrides)
         stem = Path(args.recipe).stem
         self.start(config, stem if self.kind == "rl" else f"{stem}-{self.kind}", args.recipe)
-        return 0
 
     def shortcuts(self, args: argparse.Namespace) -> list[str]:
         """Return the options of the command as settings."""
         words = model_settings(args.model, args.recipe)
         if args.from_scratch:
             words += ["--model.from_scratch", "true", *([] if args.model else ["--model.path", "none"])]
-        return words + ([f"--{self.run_setting}", args.run] if args.run else [])
+        return words + ([f"--{self.kind.replace('-', '_')}.run", args.run] if args.run else [])
 
     def start(self, config: Config, name: str, recipe: str | None) -> None:
         """Prepare the training and run it in a new folder."""
+        if self.needs_model and config.model.from_scratch:
+            hint = "Run `ludus sft` first, and pass its checkpoint with --model."
+            raise UserError(f"{self.needs_model}, and model.from_scratch creates a new one.", hint)
         check_new_run(config, self.kind)
         _check_world(config, self.kind)
         load_libraries()
@@ -97,7 +112,7 @@ class TrainingStage:
         with run_dir.lock_run(folder), resume_hint(folder, new=True), explain_out_of_memory():
             train(folder)
 
-    def resume(self, folder: RunFolder, overrides: Sequence[str]) -> int:
+    def resume(self, folder: RunFolder, overrides: Sequence[str]) -> None:
         """Resume a run, unless it is complete."""
         from ludus.training.resume import check_kind, check_resume, describe_changes, describe_resume, is_complete
 
@@ -113,7 +128,7 @@ class TrainingStage:
 
             if is_complete(folder, config, self.kind):
                 self.print_done(folder, config)
-                return 0
+                return
             train = self.prepare(config, False)
             if changed := describe_changes(folder, config):
                 warnings = [f"Changed from here on: {changed}", *warnings]
@@ -123,7 +138,6 @@ class TrainingStage:
                 print_line(make_console(), f"! {text}", "yellow")
             with resume_hint(folder), explain_out_of_memory():
                 train(folder)
-        return 0
 
 
 def _check_world(config: Config, kind: StageKind) -> None:
@@ -141,15 +155,6 @@ def _check_world(config: Config, kind: StageKind) -> None:
         check_split(world, config.evaluation.split_during, "evaluation.split_during")
 
 
-def print_run_done(folder: RunFolder, config: Config) -> None:
-    """Print that all steps or rounds of a run are complete, and the next commands."""
-    from ludus.cli.ui.progress import print_commands
-
-    count = f"{config.rft.rounds} rounds" if run_dir.kind_of(folder) == "rft" else f"{config.training.steps} steps"
-    print_line(make_console(), f"The run is complete: all {count} are done and evaluated.")
-    print_commands(make_console(), folder, config)
-
-
 def resumed_folder(args: argparse.Namespace) -> RunFolder:
     """Return the folder of --resume. Raises UserError if it is not a run, or if other options are set."""
     if args.run is not None or args.recipe or args.model or args.from_scratch or args.quick:
@@ -158,13 +163,6 @@ def resumed_folder(args: argparse.Namespace) -> RunFolder:
     folder = RunFolder(args.resume)
     check_run(folder)
     return folder
-
-
-def reject_from_scratch(config: Config, why: str) -> None:
-    """Raise UserError if the configuration creates a new model."""
-    if config.model.from_scratch:
-        hint = "Run `ludus sft` first, and pass its checkpoint with --model."
-        raise UserError(f"{why}, and model.from_scratch creates a new one.", hint)
 
 
 @contextmanager

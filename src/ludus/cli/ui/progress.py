@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import shlex
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -20,7 +20,6 @@ from ludus.cluster.control import controlled
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.toml import value_text
-from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine, EngineStats
 from ludus.errors import ConfigError
 from ludus.evaluation.evaluate import Evaluation
@@ -31,8 +30,9 @@ from ludus.training.resume import changes, steps_done
 from ludus.training.rl.build import make_trackers
 from ludus.training.rl.build import train as train_run
 from ludus.training.rl.sync_trainer import Comparison
-from ludus.training.run.run_dir import RunFolder, kind_of, list_checkpoints, recipe_of, resume_command, save_config
+from ludus.training.run.run_dir import RunFolder, kind_of, list_checkpoints, recipe_of, resume_command
 from ludus.training.run.session import TrainingSession, busy_warning, open_session
+from ludus.training.run.supervised import SupervisedTraining
 from ludus.training.sft import SftTraining, make_session
 from ludus.types import Timings
 
@@ -119,16 +119,15 @@ def format_idle(metrics: Mapping[str, float], timings: Mapping[str, float]) -> s
     return line
 
 
-def train(config: Config, folder: RunFolder, session: TrainingSession | None) -> None:
-    """Train with progress bars, then print the results. Without a session, run the cold start first."""
-    console = make_console()
-    print_line(console, f"Run folder: {folder.path}")
+def train_policy(
+    config: Config, folder: RunFolder, session: TrainingSession | None, console: Console
+) -> list[Comparison]:
+    """Train with progress bars; return the evaluations. Without a session, run the cold start first."""
     session = session or open_session(config, cold_start(config, folder, console))
     with bars(console) as progress:
         reporter = ProgressReporter(progress, config.training.steps, steps_done(folder))
         with running_cluster(session, folder) as cluster:
-            comparisons = train_run(session, folder, reporter, cluster)
-    print_results(console, folder, config, comparisons)
+            return train_run(session, folder, reporter, cluster)
 
 
 def print_results(console: Console, folder: RunFolder, config: Config, comparisons: Sequence[Comparison]) -> None:
@@ -160,18 +159,9 @@ def running_cluster(session: TrainingSession, folder: RunFolder) -> Iterator[Clu
         yield cluster
 
 
-def sft(session: TrainingSession, folder: RunFolder) -> None:
-    """Fine-tune with a progress bar, then print the checkpoint."""
-    console = make_console()
-    print_line(console, f"Run folder: {folder.path}")
-    tuning = SftTraining(session, folder)
-    save_config(folder, session.config)
-    print_checkpoint(console, folder, session.config, _fine_tune(tuning, console))
-
-
-def print_checkpoint(console: Console, folder: RunFolder, config: Config, checkpoint: Path) -> None:
+def print_checkpoint(folder: RunFolder, config: Config, checkpoint: Path) -> None:
     """Print a fine-tuned checkpoint and the command that trains it further."""
-    print_line(console, f"Checkpoint: {checkpoint}\nUse it: {use_command(folder, config, checkpoint)}")
+    print_line(make_console(), f"Checkpoint: {checkpoint}\nUse it: {use_command(folder, config, checkpoint)}")
 
 
 def use_command(folder: RunFolder, config: Config, checkpoint: Path) -> str:
@@ -200,46 +190,40 @@ def cold_start(config: Config, folder: RunFolder, console: Console) -> Path:
     settings = config.run.model_copy(update={"trackers": ["jsonl"]})
     announce("Creating the tokenizer, the model and the demonstrations of the cold start ...")
     tuning = SftTraining(make_session(config.model_copy(update={"run": settings})), nested)
-    return _fine_tune(tuning, console, "cold start")
+    return fine_tune(tuning, console, "cold start")
 
 
-def _fine_tune(tuning: SftTraining, console: Console, title: str = "fine-tuning") -> Path:
+def fine_tune(tuning: SftTraining, console: Console, title: str = "fine-tuning") -> Path:
+    """Fine-tune with a progress bar and warnings; return the checkpoint."""
     config, skipped = tuning.session.config, 0
     for text in filter(None, [*sft_warnings(tuning.session), busy_warning(config)]):
         log.warning(text)
         print_text(console, f"! {text}", "yellow")
-    with step_bar(console, title, tuning.folder, config, (tuning.done, config.sft.steps)) as (show, trackers):
 
-        def on_step(step: int, metrics: Mapping[str, float]) -> None:
-            nonlocal skipped
-            skipped += int(metrics["batch/left_out"])
-            speed = metrics["batch/total_tokens"] / max(1e-9, metrics["time/step_s"])
-            show(step, f"loss {metrics['loss/total']:.3f}  {speed:,.0f} tokens/s")
+    def numbers(metrics: Mapping[str, float]) -> str:
+        nonlocal skipped
+        skipped += int(metrics["batch/left_out"])
+        speed = metrics["batch/total_tokens"] / max(1e-9, metrics["time/step_s"])
+        return f"loss {metrics['loss/total']:.3f}  {speed:,.0f} tokens/s"
 
-        checkpoint = tuning.run(trackers, on_step)
+    checkpoint = train_steps(tuning, console, title, numbers)
     if skipped:
         used = (config.sft.steps - tuning.done) * config.sft.batch_size
         print_text(console, f"{skipped} of {skipped + used} dialogues were too long and were skipped.", "yellow")
     return checkpoint
 
 
-@contextmanager
-def step_bar(
-    console: Console, title: str, folder: RunFolder, config: Config, steps: tuple[int, int]
-) -> Iterator[tuple[Callable[[int, str], None], list[Tracker]]]:
-    """Open a progress bar for steps (done, total) and the trackers of a run.
-
-    Yields the function that shows a step with its numbers, and the trackers, which are closed at the end.
-    """
-    done, total = steps
-    with bars(console) as progress:
-        task = progress.add_task(title, total=total, completed=done, resumed_at=done, numbers="")
-        trackers = make_trackers(config, folder, done)
-        try:
-            yield lambda step, numbers: progress.update(task, completed=step, numbers=numbers), trackers
-        finally:
-            for tracker in trackers:
-                tracker.close()
+def train_steps(
+    training: SupervisedTraining, console: Console, title: str, numbers: Callable[[Mapping[str, float]], str]
+) -> Path:
+    """Train with a progress bar that shows the `numbers` of a step's metrics; return the checkpoint."""
+    with bars(console) as progress, ExitStack() as stack:
+        done = training.done
+        task = progress.add_task(title, total=training.num_steps, completed=done, resumed_at=done, numbers="")
+        trackers = make_trackers(training.session.config, training.folder, done)
+        for tracker in trackers:
+            stack.callback(tracker.close)
+        return training.run(trackers, lambda step, row: progress.update(task, completed=step, numbers=numbers(row)))
 
 
 def _comparison_table(comparisons: Sequence[Comparison]) -> FittedTable:

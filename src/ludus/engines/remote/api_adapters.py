@@ -69,15 +69,19 @@ class RemoteAdapter:
     rank: int
 
 
-class _Model(BaseModel):
+class ListedModel(BaseModel):
+    """A model of `/v1/models`."""
+
     id: str
     owned_by: str = ""
     max_model_len: int | None = None
     batch_invariant: bool = False
 
 
-class _Models(BaseModel):
-    data: list[_Model] = Field(min_length=1)
+class ModelList(BaseModel):
+    """The response of `/v1/models`."""
+
+    data: list[ListedModel] = Field(min_length=1)
 
 
 class _Logprobs(BaseModel):
@@ -124,7 +128,7 @@ class ApiAdapter(ABC):
 
     def describe(self, url: str) -> ServerFacts:
         """Query the server's properties. Raises EngineError, UserError for an invalid address."""
-        model = get_once(url, _MODELS, _Models).data[0]
+        model = get_once(url, _MODELS, ModelList).data[0]
         if model.max_model_len is None:
             raise EngineError(f"{url} does not report its context length.", "Check engine.api.")
         is_ludus = model.owned_by == "ludus"
@@ -165,7 +169,7 @@ class ApiAdapter(ABC):
 
     async def adapters(self, replica: Replica) -> frozenset[str]:
         """Return the names of the loaded adapters and of the model."""
-        return frozenset(model.id for model in (await replica.get(_MODELS, _Models)).data)
+        return frozenset(model.id for model in (await replica.get(_MODELS, ModelList)).data)
 
     @abstractmethod
     async def abort(self, replica: Replica, name: str) -> None:
