@@ -11,7 +11,7 @@ import ctypes
 import re
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from io import BytesIO
@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from ludus.cli.arguments import model_settings, policy_config
+from ludus.cli.arguments import check_run, model_settings, policy_config
 from ludus.config.load import config_from_toml, load_config, setting_words
 from ludus.config.schema import Config
 from ludus.config.toml import to_toml
@@ -170,21 +170,16 @@ def _keyword(found: re.Match[str]) -> str:
     return f"{section}={text}"
 
 
-def _is_in_loop() -> bool:
-    try:
-        asyncio.get_running_loop()
-    except RuntimeError:
-        return False
-    return True
-
-
 def outside_loop(function: Callable[P, T]) -> Callable[P, T]:
     """Run a function with an event loop, in a thread if one runs already, under `keyword_hints`; interrupts end it."""
 
     @wraps(function)
     @keyword_hints()
     def run(*args: P.args, **kwargs: P.kwargs) -> T:
-        if not _is_in_loop():
+        loop = None
+        with suppress(RuntimeError):
+            loop = asyncio.get_running_loop()
+        if loop is None:
             return function(*args, **kwargs)
         thread: list[int] = []
         with ThreadPoolExecutor(1, initializer=lambda: thread.append(get_ident())) as pool:
@@ -278,8 +273,6 @@ def rollout(
 
 def load(path: str | Path) -> Run:
     """Return the run in a folder. Raises UserError if it is not a run folder."""
-    from ludus.cli.arguments import check_run
-
     check_run(RunFolder(Path(path)))
     return Run(Path(path))
 

@@ -11,9 +11,14 @@ from ludus.__main__ import LONG_COMMANDS
 from ludus.__main__ import main as start
 from ludus.cli import main as cli_main
 from ludus.cli.arguments import split_settings
-from ludus.cli.main import COMMANDS
+from ludus.cli.command import list_commands
+from ludus.cli.evaluate.probe import KINDS
 from ludus.cli.ui.help_text import wrapped
+from ludus.config.settings import describe
+from ludus.sandbox import BACKENDS, SandboxSettings
 from tiny_run import copy_run, ludus, make_recipe, refused
+
+COMMANDS = list(list_commands().values())
 
 LIGHT = """
 import sys
@@ -86,6 +91,17 @@ def test_help_is_wrapped_to_the_terminal(command, width, monkeypatch):
     assert [line for line in said.splitlines() if len(line) > width] == []
     description = wide.split("\n\n", 1)[1].split()
     assert said.split("\n\n", 1)[1].split() == description
+
+
+def test_choices_and_defaults_of_options_are_those_of_the_code():
+    def argument(command, name):
+        return next(one for one in list_commands()[command].arguments if one["name"] == name)
+
+    assert argument("sandbox", "--backend")["choices"] == list(BACKENDS)
+    assert argument("sandbox", "--image")["default"] == SandboxSettings().image
+    assert argument("doctor", "--api")["choices"] == list(describe("engine.api").choices)
+    assert argument("train", "--cluster")["choices"] == list(describe("cluster.kind").choices)
+    assert argument("probe", "kind")["help"] == ", ".join(KINDS)
 
 
 def test_the_help_of_ludus_lists_every_command():

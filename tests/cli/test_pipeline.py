@@ -163,7 +163,7 @@ def test_reward_model_stage_uses_previous_rollouts_and_scores_the_next_stage(tmp
     stages = load_pipeline(pipeline(tmp_path, "".join(stage(kind) for kind in kinds)))
     for number, kind in enumerate(kinds, start=1):
         (tmp_path / f"{number:02d}-{kind}" / "checkpoints" / "step-000001").mkdir(parents=True)
-    _, judge, rl = (stage_config(one, stages, tmp_path, ()) for one in stages)
+    _, judge, rl = (stage_config(one, tmp_path) for one in stages)
     policy = str(tmp_path / "01-rft" / "checkpoints" / "step-000001")
     assert judge.model.path == rl.model.path == policy
     assert judge.reward_model.run == str(tmp_path / "01-rft")

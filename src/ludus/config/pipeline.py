@@ -28,12 +28,13 @@ _KEYS = ("kind", "recipe", "settings")
 
 @dataclass(frozen=True, slots=True)
 class Stage:
-    """One stage; `settings` are words of a command line, `number` counts from 1."""
+    """One stage; `settings` are words of a command line, `before` the earlier stages, `number` counts from 1."""
 
     number: int
     kind: StageKind
     recipe: str
     settings: tuple[str, ...]
+    before: tuple[Stage, ...] = ()
 
     @property
     def name(self) -> str:
@@ -56,13 +57,13 @@ def load_pipeline(path: Path) -> tuple[Stage, ...]:
     problems = unknown + [error for i, table in enumerate(tables, start=1) for error in _find_errors(table, i)]
     if problems:
         raise ConfigError("\n".join(problems), f"The stages come from {path}.")
-    stages = []
+    stages: tuple[Stage, ...] = ()
     for number, table in enumerate(tables, start=1):
         resolve_paths(table.setdefault("settings", {}), path.parent)
         words, recipe = tuple(setting_words(table["settings"], none="none")), table["recipe"]
         recipe = str(path.parent / recipe) if recipe.endswith(".toml") else recipe
-        stages.append(Stage(number, KINDS[table["kind"]], recipe, words))
-    return tuple(stages)
+        stages += (Stage(number, KINDS[table["kind"]], recipe, words, stages),)
+    return stages
 
 
 def _find_errors(table: object, number: int) -> Iterator[str]:

@@ -1,7 +1,4 @@
-"""List the presets of `--algorithm.preset`, each with one line and its source.
-
-NAME shows one preset with its parts and their options, or one part.
-"""
+"""List the presets of `--algorithm.preset`, each with one line and its source."""
 
 from __future__ import annotations
 
@@ -22,11 +19,6 @@ from ludus.config.sections.algorithm import AlgorithmConfig
 from ludus.config.toml import value_text
 
 PARTS: tuple[Part, ...] = ("advantage", "loss", "correction", "kl", "terms")
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a preset or a part to show")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:

@@ -1,14 +1,4 @@
-"""Print a recipe's resolved configuration as TOML, or list all settings.
-
-RECIPE is a recipe name, the path of a .toml file or a run folder; without it the defaults are printed. Settings on the
-command line override it, as in `ludus train`. The output can be saved and used as a recipe. Comments at its end list
-the resolved algorithm.
-
-    ludus config search --algorithm.preset dapo
-    ludus config --keys                 every setting, with its type, default and meaning
-    ludus config --keys training        the settings of one section
-    ludus config search --keys          every setting, with its value in this recipe
-"""
+"""Print a recipe's resolved configuration as TOML, or list all settings."""
 
 from __future__ import annotations
 
@@ -32,14 +22,6 @@ from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, LudusError
 from ludus.plugins import find_plugin
 from ludus.rewards.registry import added_parts, check_names, training_parts
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command; settings follow as --section.key value."""
-    parser.add_argument("recipe", nargs="?", help="a recipe name, a .toml file or a run folder")
-    parser.add_argument("--model", metavar="PATH_OR_NAME", help="the model, as for `ludus train`")
-    keys = "list every setting (or those of SECTION) with type, default and meaning"
-    parser.add_argument("--keys", nargs="?", const="", metavar="SECTION", help=keys)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:

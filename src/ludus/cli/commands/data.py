@@ -1,16 +1,9 @@
-"""Check files of dialogues, texts, preference pairs or rollouts, or convert one to a dataset folder.
-
-A FILE contains JSON lines, a JSON list, CSV or Parquet, or is a folder or the name of a Hugging Face dataset;
-docs/use/data.md describes the formats. `check` prints the problems line by line, the first 20 of each file, and exits
-with 2 if there are any. `convert FILE FOLDER` writes the records of a file to a new folder for
-`datasets.load_from_disk`.
-"""
+"""Check files of dialogues, texts, preference pairs or rollouts, or convert one to a dataset folder."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from ludus.cli.ui.terminal import make_console, print_line, print_text
 from ludus.errors import UserError
@@ -18,12 +11,6 @@ from ludus.training.datasets.files import FileReport, check_file, read_records, 
 
 MAX_SHOWN = 20
 """Maximum number of problems printed per file."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    parser.add_argument("action", choices=("check", "convert"), help="check the files, or convert one")
-    parser.add_argument("files", metavar="FILE", nargs="+", type=Path, help="a file, or a dataset's folder or name")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:

@@ -1,13 +1,4 @@
-"""Check this machine, the problems of a run, or whether RL can start.
-
-    ludus doctor                                versions, hardware, limits, memory, disk, and sampling with a model
-    ludus doctor --engine URL                   also servers: models, speed, and whether they return what RL needs
-    ludus doctor runs/search-1                  the findings about a run, also of one that is not finished
-    ludus doctor search --model PATH_OR_URL     sample before training: usable groups, lengths, tools, a verdict
-
-The model is a checkpoint, a run folder, a model folder or name, or the URL of an OpenAI-compatible endpoint; settings
-follow as --section.key value. Exits with 1 if there is a fault, or unless RL can start.
-"""
+"""Check this machine, the problems of a run, or whether RL can start."""
 
 from __future__ import annotations
 
@@ -62,28 +53,6 @@ class DoctorFinding:
     text: str
 
 
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    parser.add_argument("target", nargs="?", metavar="RUN|ENV", help="a run folder; with --model an environment")
-    parser.add_argument("--model", metavar="M", help="sample this model in the environment ENV")
-    parser.add_argument("--tasks", type=int, default=32, metavar="N", help="with --model: number of tasks (32)")
-    parser.add_argument("--attempts", type=int, default=8, metavar="K", help="with --model: attempts per task (8)")
-    shots = "with --model: measure a prompt with N solved attempts on held-out tasks"
-    parser.add_argument("--few-shot", type=int, default=0, metavar="N", help=shots)
-    search = "with --model: search a system prompt with N episodes (GEPA), and measure it on held-out tasks"
-    parser.add_argument("--optimise-prompt", type=int, default=0, metavar="N", help=search)
-    proposes = "with --optimise-prompt: a server and its model that proposes prompts (the endpoint under test)"
-    parser.add_argument("--reflection", nargs=2, metavar=("URL", "NAME"), help=proposes)
-    parser.add_argument("--costs", type=Path, metavar="RUN", help="with --model: a run to fit the learner's cost to")
-    parser.add_argument("--price-per-hour", type=float, metavar="P", help="with --model: price of this machine")
-    parser.add_argument("--steps", type=int, default=5, help="with RUN: read the rollouts of this many last steps (5)")
-    parser.add_argument("--engine", action="append", default=[], metavar="URL", help="also check this server (repeat)")
-    parser.add_argument("--api", default="vllm", choices=("vllm", "sglang"), help="its API (vllm)")
-    parser.add_argument("--speed", action="store_true", help="also measure the embedded engine")
-    parser.add_argument("--folder", type=Path, default=Path("runs"), help="folder of runs (runs)")
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print each finding; return 1 if there are faults."""
     target, model = args.target, args.model
@@ -107,7 +76,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         return _print_findings(Path(target), args.steps, args.json)
     load_libraries()
     console, found = make_console(quiet=args.json), []
-    for finding in examine(args.folder, args.engine, args.api, args.speed):
+    for finding in examine(args.folder, args.engine or (), args.api, args.speed):
         found.append(finding)
         print_text(console, f"{finding.state:5}  {finding.what}: {finding.text}", _STYLES[finding.state])
     faults = sum(finding.state == "fault" for finding in found)

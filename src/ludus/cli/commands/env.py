@@ -1,13 +1,4 @@
-"""Show an environment, or check that it rewards only solutions of its tasks.
-
-    ludus env list                     list the worlds
-    ludus env show search              splits, tools, rewards, a task and its solution, baselines
-    ludus env check examples/stock.py  run cheating and guessing agents, then report on the verifier
-    ludus env prepare swe              fetch the data that the package does not contain
-
-NAME is a recipe or .toml file (its environment, settings and limits), a world, or the .py file of one. Settings follow
-as --env.settings '{...}'. A check exits with 2 if a cheat is rewarded or a row of the verifier report fails.
-"""
+"""Show an environment, or check that it rewards only solutions of its tasks."""
 
 from __future__ import annotations
 
@@ -41,15 +32,6 @@ from ludus.rollouts.scheduler import episode_limits
 
 class AuditBar(PhaseBar, AuditProgress):
     """A progress bar for the phases of an environment audit."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    parser.add_argument("act", choices=("list", "show", "check", "prepare"), help="what to do")
-    parser.add_argument("name", nargs="?", metavar="NAME", help="a recipe, a world, or a .toml or .py file")
-    parser.add_argument("--split", default="train", help="split of the tasks (train)")
-    parser.add_argument("--tasks", type=int, default=50, metavar="N", help="tasks per agent (50)")
-    parser.add_argument("--seed", type=int, default=0, help="seed of the task selection and the agents (0)")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:

@@ -1,13 +1,4 @@
-"""Predict step time, idle shares and staleness for other numbers of engines, modes and sizes.
-
-    ludus plan runs/search-1 --engines 1 8 64              fit the costs to the timings of a run
-    ludus plan runs/a runs/b --modes async --learners 8    fit them to several runs
-    ludus plan --pass-s 0.02 --learn-token-s 1e-5 --turns 6 --action 200 --engines 1000
-
-The simulation runs the group queue, staleness control and scheduler of training in virtual time. The last columns
-are the closed-form bound of the step time and its bottleneck. An option replaces a fitted number.
-docs/use/planning.md describes the cost model and what it leaves out.
-"""
+"""Predict step time, idle shares and staleness for other numbers of engines, modes and sizes."""
 
 from __future__ import annotations
 
@@ -15,7 +6,6 @@ import argparse
 from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import product
-from pathlib import Path
 
 from ludus.cli.arguments import check_run
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
@@ -26,48 +16,16 @@ from ludus.simulator.fit import estimate, fit, layout_of, run_config
 from ludus.simulator.simulate import SimRun, simulate
 from ludus.training.run.run_dir import RunFolder
 
-COST_OPTIONS = (
-    ("pass_s", "engine", "pass_s", "seconds of a forward pass"),
-    ("sequence_s", "engine", "sequence_s", "additional seconds for each sequence in the pass"),
-    ("read_s", "engine", "read_s", "seconds to prefill a token"),
-    ("slots", "engine", "slots", "maximum number of running sequences per engine"),
-    ("learn_s", "learner", "step_s", "seconds of a training step"),
-    ("learn_token_s", "learner", "token_s", "additional seconds for each token of the batch, on one learner"),
-    ("tool_median_s", "tool", "median_s", "median seconds of a tool call"),
-    ("tool_spread", "tool", "spread", "standard deviation of the logarithm of its seconds"),
-    ("stragglers", "tool", "stragglers", "share of slow tool calls"),
-    ("slow", "tool", "slow", "duration of a slow call, in medians"),
-    ("turns", "episode", "turns", "turns per episode"),
-    ("action", "episode", "action", "sampled tokens per turn"),
-    ("read", "episode", "read", "tokens to prefill before a turn"),
-    ("context", "episode", "context", "tokens of prompt and observations per episode"),
-    ("sync_s", "", "sync_s", "seconds of a weight transfer"),
-    ("transfer_s", "", "transfer_s", "additional seconds of it, which overlap with the next step if training is async"),
-    ("overlap", "", "overlap", "speed of learner and engine while both work: 1 on separate devices, 0.5 on one core"),
-)
-"""Options of the cost model: name, record, field, help."""
-REQUIRED = ("pass_s", "learn_token_s", "turns", "action")
-LAYOUT = {
-    "groups": "groups per training step",
-    "members": "episodes per group",
-    "steps": "training steps to simulate",
-    "max_staleness": "maximum age of trained tokens, in weight versions",
-    "learners": "ranks of the learner",
-    "seed": "seed of the simulation",
+COST_OPTIONS = {
+    "engine": {"pass_s": "pass_s", "sequence_s": "sequence_s", "read_s": "read_s", "slots": "slots"},
+    "learner": {"learn_s": "step_s", "learn_token_s": "token_s"},
+    "tool": {"tool_median_s": "median_s", "tool_spread": "spread", "stragglers": "stragglers", "slow": "slow"},
+    "episode": {"turns": "turns", "action": "action", "read": "read", "context": "context"},
+    "": {"sync_s": "sync_s", "transfer_s": "transfer_s", "overlap": "overlap"},
 }
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    parser.add_argument("runs", metavar="RUN", nargs="*", type=Path, help="run folders to fit the costs to")
-    parser.add_argument("--engines", type=int, nargs="+", default=[1, 8, 64], help="numbers of engines (1 8 64)")
-    parser.add_argument("--modes", nargs="+", default=["sync", "one_step", "async"], help="training modes (all)")
-    for name, text in LAYOUT.items():
-        parser.add_argument(f"--{name.replace('_', '-')}", type=int, metavar="N", help=text)
-    parser.add_argument("--in-flight", type=int, default=0, metavar="N", help="episodes per engine; 0 adapts them")
-    for name, _, _, text in COST_OPTIONS:
-        kind = int if name == "slots" else float
-        parser.add_argument(f"--{name.replace('_', '-')}", type=kind, metavar="N", help=text)
+"""Options of the cost model: field by option, for each record of `Costs` and for `Costs` itself."""
+REQUIRED = ("pass_s", "learn_token_s", "turns", "action")
+LAYOUT = ("groups", "members", "steps", "max_staleness", "learners", "seed")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -108,9 +66,9 @@ def read_costs(args: argparse.Namespace) -> tuple[Costs, RunLayout, str, list[st
         costs = Costs(EngineCost(1.0, 0.0), LearnerCost(0.0, 0.0), ToolCost(), EpisodeShape(1.0, 1.0))
         layout, source = RunLayout(), "as given"
     records = asdict(costs)
-    for name, record, field, _ in COST_OPTIONS:
-        if name in options:
-            (records[record] if record else records)[field] = options[name]
+    for record, fields in COST_OPTIONS.items():
+        given = {field: options[name] for name, field in fields.items() if name in options}
+        (records[record] if record else records).update(given)
     nested = {"engine": EngineCost, "learner": LearnerCost, "tool": ToolCost, "episode": EpisodeShape}
     costs = Costs(**records | {name: kind(**records[name]) for name, kind in nested.items()})
     return costs, replace(layout, **{name: options[name] for name in LAYOUT if name in options}), source, warnings

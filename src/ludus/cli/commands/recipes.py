@@ -1,8 +1,4 @@
-"""List the recipes that `ludus train`, `sft`, `eval` and `config` accept by name.
-
-*Starts in* is the time until the first RL step on one quiet core, after the cold start if it does not ship with the
-package (an estimate). *Memory* is the peak until step 1 trains. *Learns* is what training has been measured to change.
-"""
+"""List the recipes that `ludus train`, `sft`, `eval` and `config` accept by name."""
 
 from __future__ import annotations
 
@@ -12,10 +8,6 @@ from collections.abc import Sequence
 from ludus.cli.ui.fitted_table import TableColumn, make_table
 from ludus.cli.ui.terminal import make_console, print_text
 from ludus.recipes import list_recipes
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add no arguments."""
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:

@@ -1,15 +1,4 @@
-"""Compare evaluations over the same tasks: the paired difference B - A, its interval, and McNemar's test.
-
-    ludus compare runs/a runs/b
-    ludus compare runs/a-1 runs/a-2 runs/a-3 --against runs/b-1 runs/b-2 runs/b-3    several training seeds
-    ludus compare A.json B.json --boundary                pass@k of A (base) and B (trained) for k = 1, 2, 4, ...
-    ludus compare runs/a runs/b --target 0.7              steps and tokens to a success rate
-
-A and B are .json files that `ludus eval` wrote, or run folders. For folders, the newest evaluation of each split,
-temperature and number of attempts is compared. To compare a run with its initial model, name two files:
-RUN/evaluations/step-000000-test-greedy.json and the last one. If one of them has tasks that the other lacks, those of
-both are compared.
-"""
+"""Compare evaluations over the same tasks: the paired difference B - A, its interval, and McNemar's test."""
 
 from __future__ import annotations
 
@@ -53,15 +42,6 @@ from ludus.evaluation.stats import (
     tasks_needed,
 )
 from ludus.training.run.run_dir import RunFolder
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    parser.add_argument("a", metavar="A", nargs="+", type=Path, help="a .json file of an evaluation, or a run folder")
-    parser.add_argument("--against", metavar="B", nargs="+", type=Path, help="runs or files of B, if A are several")
-    parser.add_argument("--power", metavar="D", type=float, help="print the tasks needed to detect a difference D")
-    parser.add_argument("--boundary", action="store_true", help="compare pass@k for k = 1, 2, 4, ...")
-    parser.add_argument("--target", metavar="RATE", type=float, help="steps and tokens until this success rate")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:

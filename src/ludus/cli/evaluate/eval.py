@@ -1,17 +1,4 @@
-"""Evaluate a run, a model or an endpoint on held-out tasks.
-
-    ludus eval --run runs/search-1             the newest checkpoint of a run, in the run's own world
-    ludus eval search --model PATH_OR_NAME     a model in the world of a recipe
-    ludus eval search --endpoint http://localhost:8000/v1 --model NAME [--api-key-file FILE]
-    ludus eval --run runs/search-1 --baseline none    the same model without its tool
-    ludus eval --run runs/search-1 --follow           each new checkpoint, while another process trains
-
-Each split of evaluation.splits is evaluated at each of evaluation.temperatures. Settings follow as --section.key
-value, for example --evaluation.tasks 200 --evaluation.samples 4 (for pass@k). Results and rollouts of a run are
-written to its folder, others to --out or a new folder under runs/. Nothing is overwritten: if the same evaluation
-exists already, the results are compared bit for bit. --prices FILE shows the money per task; docs/use/behavior.md
-explains the numbers.
-"""
+"""Evaluate a run, a model or an endpoint on held-out tasks."""
 
 from __future__ import annotations
 
@@ -26,7 +13,7 @@ from typing import TYPE_CHECKING
 from rich.console import Console
 
 from ludus.cli.arguments import model_settings, policy_config, raise_first, recipe_config
-from ludus.cli.ui.fitted_table import add_result_files, write_result_files
+from ludus.cli.ui.fitted_table import write_result_files
 from ludus.cli.ui.tables import evaluation_tables, format_sampling, format_temperature, print_evaluations
 from ludus.cli.ui.terminal import announce, bars, load_libraries, make_console, print_line, print_text
 from ludus.config.paths import check_model_folder
@@ -63,23 +50,6 @@ from ludus.training.run.run_dir import (
 
 if TYPE_CHECKING:
     from ludus.cli.ui.load_run import LoadedRun
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command; settings follow as --section.key value."""
-    parser.add_argument("recipe", nargs="?", help="a recipe name or a .toml file")
-    parser.add_argument("--run", metavar="RUN", type=Path, help="evaluate the newest checkpoint of this run")
-    parser.add_argument("--model", metavar="PATH_OR_NAME", help="evaluate this model")
-    parser.add_argument("--endpoint", metavar="URL", help="evaluate the --model of this OpenAI-compatible server")
-    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file with the API key of the server")
-    baselines = "no tools, or a single retrieval before the answer"
-    parser.add_argument("--baseline", metavar="none|once", help=baselines)
-    parser.add_argument("--out", metavar="FOLDER", help="write the results to this folder")
-    parser.add_argument("--follow", action="store_true", help="evaluate each new checkpoint until the run ends")
-    parser.add_argument("--prices", metavar="FILE", type=Path, help="a TOML file of prices by model name")
-    parser.add_argument("--price-in", metavar="X", type=float, help="money per million prompt tokens")
-    parser.add_argument("--price-out", metavar="X", type=float, help="money per million sampled tokens")
-    add_result_files(parser)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -1,18 +1,4 @@
-"""Probe how a model behaves: change its episodes, compare two checkpoints, or recombine attempts.
-
-    ludus probe faithfulness --run runs/search-1       force the answer after less or another task's reasoning
-    ludus probe counterfactuals --run runs/search-1    resample from each turn: what was it worth?
-    ludus probe scaling --run runs/search-1            success against turns, tokens, best-of-n, majority vote
-    ludus probe paraphrase --run runs/search-1         success with other wordings of the prompt
-    ludus probe forks --run runs/search-1              tokens at which the model before and after training differ
-    ludus probe swap --run runs/search-1               one of them writes the tool calls, the other the answer
-    ludus probe transfer --run runs/search-1           before and after, in several worlds and on dialogues
-    ludus probe endpoint search --url URL --model M    the first stage at which an endpoint's agent fails
-
-The model is the newest checkpoint of a run, the one of --step N (0: the initial model), or, with a recipe, --model
-PATH_OR_NAME or --url URL --model NAME. Settings follow as --section.key value. With --run the report is
-stored in the run folder, for `ludus view` and `ludus report`. docs/use/evaluation.md explains the results.
-"""
+"""Probe how a model behaves: change its episodes, compare two checkpoints, or recombine attempts."""
 
 from __future__ import annotations
 
@@ -138,31 +124,6 @@ KINDS: Mapping[str, ProbeKind] = {
 }
 OPTIONS = ("samples", "turn", "answer_marker", "paraphrases", "base_step", "worlds", "dialogues")
 """Options that only some kinds take."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command; settings follow as --section.key value."""
-    parser.add_argument("kind", metavar="KIND", help=", ".join(KINDS))
-    parser.add_argument("recipe", nargs="?", help="a recipe name or a .toml file, without --run")
-    parser.add_argument("--run", metavar="RUN", type=Path, help="probe a checkpoint of this run")
-    parser.add_argument("--step", metavar="N", type=int, help="the checkpoint of this step; 0 is the initial model")
-    parser.add_argument("--model", metavar="PATH_OR_NAME", help="probe this model")
-    parser.add_argument("--url", "--endpoint", metavar="URL", dest="endpoint", help="an OpenAI-compatible server")
-    parser.add_argument("--api-key-file", metavar="FILE", type=Path, help="a file with the API key of the server")
-    parser.add_argument("--tasks", metavar="N", type=int, default=TASKS, help=f"number of tasks ({TASKS})")
-    parser.add_argument("--samples", metavar="K", type=int, help=f"attempts per task or state ({SAMPLES})")
-    parser.add_argument("--split", default="test", help="split of the tasks (test)")
-    parser.add_argument("--temperature", metavar="T", type=float, help="sampling temperature; 0 is greedy")
-    parser.add_argument("--turn", metavar="N", type=int, help="counterfactuals: only this turn, from 1")
-    parser.add_argument("--answer-marker", metavar="TEXT", help="faithfulness: text that ends the reasoning (</think>)")
-    rows = "paraphrase: JSON lines with task_id and prompt; otherwise fixed wordings"
-    parser.add_argument("--paraphrases", metavar="FILE", type=Path, help=rows)
-    before = "forks, swap, transfer: the checkpoint to compare with (0, the initial model)"
-    parser.add_argument("--base-step", metavar="N", type=int, help=before)
-    parser.add_argument("--worlds", metavar="RECIPE", nargs="+", help="transfer: worlds besides the run's own")
-    parser.add_argument("--dialogues", metavar="FILE", type=Path, help="transfer: dialogues for the loss")
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the report as JSON")
-    parser.add_argument("--markdown", metavar="FILE", type=Path, help="write the report as Markdown")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:

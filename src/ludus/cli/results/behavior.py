@@ -1,14 +1,4 @@
-"""Show how the tasks of an evaluation or a training step were solved, with 95 % intervals over tasks.
-
-    ludus behavior runs/search-1                                     its newest and largest evaluation
-    ludus behavior runs/search-1 --evaluation step-000040-test-t1    another evaluation
-    ludus behavior runs/search-1 --step 10                           rollouts of a training step
-    ludus behavior runs/search-sft-1 --against runs/search-1         paired differences over the same tasks
-
-docs/use/behavior.md defines the measures. With --against, the second run is B, and its newest evaluation with the same
-split, sampling and number of tasks, or its rollouts of the same step, are compared. RUN2 may be a .json file of an
-evaluation, also one of RUN.
-"""
+"""Show how the tasks of an evaluation or a training step were solved, with 95 % intervals over tasks."""
 
 from __future__ import annotations
 
@@ -19,7 +9,7 @@ from pathlib import Path
 from ludus.cli.arguments import run_config
 from ludus.cli.results.rewards import find_tasks
 from ludus.cli.results.show import find_rollouts
-from ludus.cli.ui.fitted_table import FittedTable, TableColumn, add_result_files, make_table, write_result_files
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table, write_result_files
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
@@ -43,16 +33,6 @@ from ludus.training.run.run_dir import RunFolder
 from ludus.types import WORLD_TAG
 
 Behavior = Mapping[str, ByTask]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--evaluation", metavar="NAME", help="rollouts of this evaluation (the newest)")
-    which.add_argument("--step", metavar="N", type=int, help="rollouts of this training step")
-    parser.add_argument("--against", metavar="RUN2", type=Path, help="compare with this run, or .json evaluation")
-    add_result_files(parser)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -1,11 +1,4 @@
-"""Find evaluation tasks in the training tasks, training dialogues and training rollouts of a run.
-
-    ludus contamination runs/search-1
-    ludus contamination runs/search-1 --ngrams 13 --split test --json contamination.json
-
-A task is contaminated if a word n-gram of its prompt and reference answer occurs in a training text. n-grams of more
-than 5 % of the tasks belong to a template and are ignored. docs/use/behavior.md describes the limits.
-"""
+"""Find evaluation tasks in the training tasks, training dialogues and training rollouts of a run."""
 
 from __future__ import annotations
 
@@ -13,11 +6,10 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from pathlib import Path
 from typing import NamedTuple
 
 from ludus.cli.arguments import run_config
-from ludus.cli.ui.fitted_table import FittedTable, TableColumn, add_result_files, make_table, write_result_files
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table, write_result_files
 from ludus.cli.ui.tables import format_rate, format_success
 from ludus.cli.ui.terminal import announce, load_libraries, make_console, print_text
 from ludus.config.schema import Config
@@ -52,15 +44,6 @@ class SourceShares(NamedTuple):
     n: int
     shares: list[float]
     examples: list[str]
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
-    parser.add_argument("--split", help="the evaluation split (the first of evaluation.splits)")
-    parser.add_argument("--ngrams", metavar="N", type=int, nargs="+", default=[13, 8], help="words per n-gram (13 8)")
-    parser.add_argument("--dialogues", metavar="N", type=int, default=20_000, help="most training dialogues (20000)")
-    add_result_files(parser)
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:

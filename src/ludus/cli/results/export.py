@@ -1,11 +1,4 @@
-"""Export the rollouts of a run to formats of other tools.
-
-    ludus export runs/search-1 --inspect logs                  logs for `inspect view`
-    ludus export runs/search-1 --hf-dataset data --steps 1:10  a folder for `datasets.load_dataset`
-    ludus export runs/search-1 --sharegpt solved.jsonl --solved
-
-An existing target is replaced only with --overwrite.
-"""
+"""Export the rollouts of a run to formats of other tools."""
 
 from __future__ import annotations
 
@@ -17,7 +10,7 @@ from itertools import chain
 from pathlib import Path
 
 from ludus.cli.arguments import run_config
-from ludus.cli.results.show import add_record_filters, find_rollouts, record_filter
+from ludus.cli.results.show import find_rollouts, record_filter
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.envs.registry import build_world
 from ludus.errors import StorageError, UserError
@@ -26,19 +19,6 @@ from ludus.rewards.base import success
 from ludus.rollouts.rollout_files import read_rollouts
 from ludus.training.datasets.files import parse_record
 from ludus.training.run.run_dir import RunFolder
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
-    parser.add_argument("--inspect", metavar="FOLDER", type=Path, help="write Inspect logs")
-    parser.add_argument("--hf-dataset", metavar="FOLDER", type=Path, help="write a Hugging Face dataset")
-    parser.add_argument("--sharegpt", metavar="FILE", type=Path, help="write ShareGPT JSON lines")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--steps", metavar="A:B", help="rollouts of these training steps, both included (all)")
-    which.add_argument("--evaluation", metavar="NAME", help="rollouts of this evaluation instead")
-    add_record_filters(parser)
-    parser.add_argument("--overwrite", action="store_true", help="replace existing targets")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -1,19 +1,4 @@
-"""Score saved rollouts again, or derive turn rewards from them.
-
-    ludus rewards replay runs/search-1                          with the world and the settings of the run
-    ludus rewards replay runs/search-1 --config other.toml      under another reward configuration
-    ludus rewards replay runs/search-1 --rewards.aggregation gated --step 10
-    ludus rewards replay runs/search-1 --env.name other_world.py --failed
-    ludus rewards calibrate runs/search-1                       find values for --rewards.turns
-
-`replay` uses the sections `rewards` and `env` of FILE instead of the run's; other sections of FILE are ignored, and
-settings on the command line take precedence. Nothing is written. The section `rewards` applies only to rollouts of
-training steps, step by step as in training; evaluations use the world's own rewards.
-
-`calibrate` correlates events in the turns of the saved rollouts with success. Events that separate success from
-failure get a positive or negative reward; the rewards of all turns of a rollout together stay below the outcome.
-Rewards whose advantage would have the opposite sign are removed, and the others are measured again.
-"""
+"""Score saved rollouts again, or derive turn rewards from them."""
 
 from __future__ import annotations
 
@@ -26,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ludus.cli.arguments import run_config
-from ludus.cli.results.show import add_record_filters, find_rollouts, record_filter
+from ludus.cli.results.show import find_rollouts, record_filter
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import announce, load_libraries, make_console, print_text
 from ludus.config.load import config_from_toml, load_config
@@ -46,21 +31,6 @@ from ludus.types import Task, Trajectory
 
 if TYPE_CHECKING:
     from ludus.training.collection.reward_mixing import RewardMixer
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command; settings follow as --section.key value."""
-    parser.add_argument("action", choices=("replay", "calibrate"), help="score again, or derive turn rewards")
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
-    parser.add_argument("--config", metavar="FILE", type=Path, help="another reward configuration (TOML)")
-    which = parser.add_mutually_exclusive_group()
-    which.add_argument("--step", type=int, metavar="N", help="only rollouts of this training step")
-    which.add_argument("--evaluation", metavar="NAME", help="rollouts of this evaluation instead")
-    which.add_argument("--evaluations", action="store_true", help="rollouts of all evaluations instead")
-    add_record_filters(parser)
-    smallest = "calibrate: smallest correlation that counts (0.1)"
-    parser.add_argument("--threshold", type=float, default=0.1, metavar="R", help=smallest)
-    parser.add_argument("--episodes", metavar="N", type=int, default=10, help="changed rollouts to print (10)")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:

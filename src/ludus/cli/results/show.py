@@ -1,13 +1,4 @@
-"""Show a run: metric curves, outcomes of rollouts, alarms, evaluations and transcripts.
-
-    ludus show runs/search-1                              the whole run and two transcripts
-    ludus show runs/search-1 --step 10 --failed           rollouts of a step that did not solve their task
-    ludus show runs/search-1 --evaluation step-000040-test-greedy --solved --episodes 5
-    ludus show runs/search-1 --step 10 --tokens           the tokens as the model saw them
-
-Transcripts mark prompt, action and observation, and end with the stop reason, the reward by parts, the advantage and
-the outcome in the ledger.
-"""
+"""Show a run: metric curves, outcomes of rollouts, alarms, evaluations and transcripts."""
 
 from __future__ import annotations
 
@@ -34,24 +25,6 @@ from ludus.evaluation.evaluate import load_evaluation
 from ludus.rewards.base import success
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts, rollouts_path
 from ludus.training.run.run_dir import RunFolder
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
-    parser.add_argument("--step", type=int, metavar="N", help="rollouts of this training step (the last)")
-    parser.add_argument("--evaluation", metavar="NAME", help="rollouts of this evaluation instead")
-    add_record_filters(parser)
-    parser.add_argument("--episodes", type=int, default=2, metavar="N", help="transcripts to print (2)")
-    parser.add_argument("--tokens", action="store_true", help="print tokens instead of messages")
-
-
-def add_record_filters(parser: argparse.ArgumentParser) -> None:
-    """Add the options that `record_filter` reads."""
-    parser.add_argument("--task", metavar="ID", help="only rollouts of this task")
-    only = parser.add_mutually_exclusive_group()
-    only.add_argument("--failed", action="store_true", help="only rollouts that did not solve their task")
-    only.add_argument("--solved", action="store_true", help="only rollouts that solved their task")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:

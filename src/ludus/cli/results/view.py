@@ -1,18 +1,10 @@
-"""Look at a run in the browser: rollouts, tokens, groups, tasks and curves.
-
-    ludus view runs/search-1                       prints the address of a local page
-    ludus view runs/search-1 --live                while the run trains
-    ludus view runs/search-1 --host 0.0.0.0        for other machines: the printed address contains a token
-
-The first start indexes the rollouts in RUN/viewer.sqlite.
-"""
+"""Look at a run in the browser: rollouts, tokens, groups, tasks and curves."""
 
 from __future__ import annotations
 
 import argparse
 import secrets
 from collections.abc import Callable, Sequence
-from pathlib import Path
 
 from ludus.cli.arguments import run_config
 from ludus.cli.serving.serve import needs_serve_extra, url_of
@@ -23,15 +15,6 @@ from ludus.errors import LudusError
 from ludus.rewards.base import success
 from ludus.rollouts.rollout_files import RolloutRecord
 from ludus.training.run.run_dir import RunFolder
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    parser.add_argument("run", metavar="RUN", type=Path, help="a run folder")
-    parser.add_argument("--live", action="store_true", help="show new steps while the run trains")
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8100, help="port; 0 selects a free one (8100)")
-    parser.add_argument("--token", metavar="TEXT", help="token that requests need (random if --host is not loopback)")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:

@@ -1,16 +1,4 @@
-"""Chat with a checkpoint that uses its tools, and see its reasoning, tool calls and tool results.
-
-RUN_OR_MODEL is a run folder (its newest checkpoint, in the run's own world), a recipe (its cold start), a model folder
-or a model name; for a model, --world names the recipe or world. Settings follow as --section.key value, for example
---rollout.max_turns 10. Follow-up questions continue the dialogue. Long tool results are shortened on the screen, not
-for the model.
-
-    /help    list these commands
-    /tools   list the tools of the model
-    /retry   answer the last question again, at temperature 1 if --temperature is 0
-    /new     start a new dialogue
-    /exit    quit (or enter an empty line)
-"""
+"""Chat with a checkpoint that uses its tools, and see its reasoning, tool calls and tool results."""
 
 from __future__ import annotations
 
@@ -28,6 +16,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 from rich.console import Console
 
 from ludus.cli.arguments import model_settings, policy_config
+from ludus.cli.command import list_commands
 from ludus.cli.ui.help_text import fill_columns
 from ludus.cli.ui.terminal import load_libraries, make_console, print_line, print_text
 from ludus.cli.ui.transcripts import calls, describe_tool, outcome_text, shorten
@@ -67,13 +56,6 @@ _STOP_TEXTS = {
 }
 _FINAL = (StopReason.PROMPT_TOO_LONG, StopReason.MAX_TOKENS, StopReason.TRUNCATED)
 """Stop reasons after which the dialogue cannot be continued."""
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command; settings follow as --section.key value."""
-    parser.add_argument("target", metavar="RUN_OR_MODEL", help="a run folder, recipe, model folder or model name")
-    parser.add_argument("--world", metavar="RECIPE", help=f"a recipe or a .py file (for a model: {DEFAULT_WORLD})")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0 is greedy (0)")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -156,7 +138,7 @@ def command_lines(command: str, repl: ChatRepl) -> list[str]:
             repl.last_question = ""
             return ["A new dialogue."]
         case "/help":
-            return textwrap.dedent((__doc__ or "").split("\n\n")[-1].rstrip()).split("\n")
+            return textwrap.dedent(list_commands()["chat"].description.split("\n\n")[-1]).split("\n")
         case "/tools":
             world = repl.loaded.session.world
             tools = world.environment(Task("chat", tuple(world.opening("")), None)).tools

@@ -1,30 +1,15 @@
-"""List, add or remove engines of a running run.
-
-RUN is the folder of a run that was started with --cluster. `ludus cluster list RUN` shows its engines; `ludus cluster
-add-engine RUN` starts one more, which receives the current weights before any episode starts on it; `ludus cluster
-remove-engine RUN` drains and stops the least busy one, or the one with --number. docs/use/cluster.md has more.
-"""
+"""List, add or remove engines of a running run."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Sequence
-from pathlib import Path
 
 from ludus.cli.arguments import check_run
 from ludus.cli.ui.fitted_table import make_table
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.errors import UserError
 from ludus.training.run.run_dir import RunFolder
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    actions = ("list", "add-engine", "remove-engine")
-    parser.add_argument("act", choices=actions, help="list the engines, start one more, or stop one")
-    parser.add_argument("folder", metavar="RUN", type=Path, help="folder of a running run")
-    parser.add_argument("--number", type=int, metavar="N", help="remove-engine: its number (the least busy one)")
-    parser.add_argument("--timeout-s", type=float, default=600.0, metavar="S", help="timeout (600)")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:

@@ -1,10 +1,4 @@
-"""Check a sandbox, or serve one over HTTP.
-
-`ludus sandbox check` runs small programs on the backend, also on a remote one with --url, and reports its properties.
-`ludus sandbox serve` serves a backend of this machine over HTTP, for training on other machines, which set
-sandbox.backend = "remote", sandbox.url and sandbox.token_file. Without --token-file it creates a token and prints it.
-See docs/use/sandbox.md.
-"""
+"""Check a sandbox, or serve one over HTTP."""
 
 from __future__ import annotations
 
@@ -12,7 +6,6 @@ import argparse
 import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
-from pathlib import Path
 
 from rich.table import Table
 
@@ -20,26 +13,10 @@ from ludus.cli.serving.serve import needs_serve_extra, url_of
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.engines.control_tokens import token_of
 from ludus.errors import UserError
-from ludus.sandbox import BACKENDS, SERVICES, Limits, Sandbox, SandboxSettings, open_sandbox
+from ludus.sandbox import SERVICES, Limits, Sandbox, SandboxSettings, open_sandbox
 from ludus.sandbox.self_test import SelfTestResult, python_version, run_self_test, untested_properties
 
 _REMOTE_BACKENDS = ("remote", *SERVICES)
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command."""
-    parser.add_argument("act", choices=("check", "serve"), help="check the backend, or serve it")
-    parser.add_argument("--backend", default="namespaces", choices=BACKENDS, metavar="NAME", help=", ".join(BACKENDS))
-    parser.add_argument("--url", default="", help="check: address of remote, sandbox_fusion or piston")
-    parser.add_argument("--image", default=SandboxSettings().image, help="docker and podman: the image")
-    parser.add_argument("--runtime", default="", help="docker and podman: the runtime, runsc for gVisor")
-    parser.add_argument("--unsafe", action="store_true", help="process: required, as it provides no isolation")
-    parser.add_argument("--concurrency", type=int, default=0, metavar="N", help="concurrent runs (processors)")
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8100, help="port; 0 selects a free one (8100)")
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="a file with the token of the service")
-    parser.add_argument("--most-wall-s", type=float, default=120.0, metavar="S", help="maximum seconds per run (120)")
-    parser.add_argument("--most-memory-mib", type=int, default=2048, metavar="N", help="maximum memory per run (2048)")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:

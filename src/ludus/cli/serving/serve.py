@@ -1,9 +1,4 @@
-"""Serve a checkpoint over HTTP with the API of OpenAI's and vLLM's servers.
-
-RUN_OR_MODEL is a run folder (its newest checkpoint), a model folder or a model name. The endpoints are /v1/completions,
-/v1/chat/completions, /v1/models, /health and /metrics; docs/use/server.md describes them. With --control a trainer may
-pause the server and update its weights: `ludus train RECIPE --engine.url URL`.
-"""
+"""Serve a checkpoint over HTTP with the API of OpenAI's and vLLM's servers."""
 
 from __future__ import annotations
 
@@ -31,25 +26,6 @@ if TYPE_CHECKING:
     from ludus.gateway.service import CompletionService
 
 _MAX_CONTEXT = 4096
-
-
-def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add the arguments of the command; settings follow as --section.key value."""
-    parser.add_argument("target", metavar="RUN_OR_MODEL", help="a run folder, a model folder or a model name")
-    parser.add_argument("--host", default="127.0.0.1", help="address to bind (127.0.0.1)")
-    parser.add_argument("--port", type=int, default=8000, help="port; 0 selects a free one (8000)")
-    parser.add_argument("--name", help="model name for clients (the folder name)")
-    parser.add_argument("--control", action="store_true", help="allow a trainer with the token to update the weights")
-    parser.add_argument("--token-file", type=Path, metavar="FILE", help="a file with the control token (a new token)")
-    hosts = "additional host name for the control endpoints"
-    parser.add_argument("--allow-host", action="append", default=[], metavar="NAME", help=hosts)
-    context = f"context length (that of the model, at most {_MAX_CONTEXT})"
-    parser.add_argument("--context-tokens", type=int, metavar="N", help=context)
-    parser.add_argument("--max-batch", type=int, default=128, metavar="N", help="concurrent requests (128)")
-    parser.add_argument("--kv-cache-tokens", type=int, default=131_072, metavar="N", help="KV cache tokens (131072)")
-    requests = "running and waiting requests before 429 (4096)"
-    parser.add_argument("--max-requests", type=int, default=4096, metavar="N", help=requests)
-    parser.add_argument("--check", action="store_true", help="load the model, print its properties and exit")
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -152,4 +128,4 @@ def _service(args: argparse.Namespace, config: Config) -> tuple[int, CompletionS
     renderer = TemplateRenderer(tokenizer, config.env.tool_parser) if tokenizer.chat_template else None
     served = served_model(model, tokenizer, name, args.target, renderer)
     token = token_of(args.token_file) if args.control else ""
-    return step, CompletionService(engine, served, token, frozenset([*args.allow_host, args.host])), model
+    return step, CompletionService(engine, served, token, frozenset([*(args.allow_host or ()), args.host])), model

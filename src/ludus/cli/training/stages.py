@@ -17,15 +17,9 @@ from ludus.training.run.run_dir import RunFolder, list_checkpoints, resume_comma
 
 
 class SftStage(TrainingStage):
-    """Fine-tune on demonstrations: the world's own, or dialogues from a file (--sft.data FILE).
-
-    With --from-scratch a small model and its tokenizer are created first. The run folder contains the checkpoints; each
-    is an ordinary Hugging Face folder.
-    """
+    """Fine-tune on demonstrations: the world's own, or dialogues from a file (--sft.data FILE)."""
 
     kind = "sft"
-    model_help = "fine-tune this model"
-    scratch_help = "create tokenizer and model first"
 
     def check(self, config: Config, world: World) -> None:
         """Raise UserError for unusable dialogues."""
@@ -59,15 +53,9 @@ class SftStage(TrainingStage):
 
 
 class RftStage(TrainingStage):
-    """Rejection-sampling fine-tuning: sample, keep the successful rollouts, fine-tune on them, repeat.
-
-    RECIPE is a recipe name or the path of a .toml file. Each of --rft.rounds rounds samples --rft.tasks_per_round tasks
-    --rft.samples times, keeps the distinct rollouts that succeeded, fine-tunes on their sampled token ids, evaluates
-    and saves a checkpoint. `ludus show` and `ludus eval` read the run folder as for `ludus train`.
-    """
+    """Rejection-sampling fine-tuning: sample, keep the successful rollouts, fine-tune on them, repeat."""
 
     kind = "rft"
-    model_help = "train this model instead of the cold start"
     needs_model = "Rejection sampling needs a model that solves some tasks"
 
     def check(self, config: Config, world: World) -> None:
@@ -100,17 +88,9 @@ class RftStage(TrainingStage):
 
 
 class PreferenceStage(TrainingStage):
-    """Train on pairs of a better and a worse trajectory: DPO, SimPO, KTO, BCO and others (--preference.loss).
-
-    The pairs come from the rollouts of a run (--run RUN), the best against the worst attempt at a task or step by step
-    (--preference.pairs), as sampled token ids; or from a file (--preference.data FILE, see docs/use/data.md); or from
-    attempts of the model itself, --preference.samples at each of --preference.tasks tasks. The model is that of the
-    recipe, or --model; its initial weights are the reference.
-    """
+    """Train on pairs of a better and a worse trajectory: DPO, SimPO, KTO, BCO and others (--preference.loss)."""
 
     kind = "preference"
-    model_help = "train this model"
-    run_help = "use pairs of this run's rollouts"
     needs_model = "Preference training needs a model that can already act"
 
     def check(self, config: Config, world: World) -> None:
@@ -151,17 +131,9 @@ def _pair_numbers(metrics: Mapping[str, float]) -> str:
 
 
 class RewardModelStage(TrainingStage):
-    """Train a reward model on rollouts (--reward_model.kind): pairwise, pointwise or process.
-
-    `pairwise` predicts which of two attempts is better (Bradley-Terry), `pointwise` whether an attempt succeeded,
-    `process` a value for every turn (AgentPRM). The data are the rollouts of a run (--run RUN), as sampled token ids,
-    or a file (--reward_model.data FILE, see docs/use/data.md). The model is that of the recipe, or --model, with a
-    scalar head in place of its output layer. Use the result with --rewards.model FOLDER.
-    """
+    """Train a reward model on rollouts (--reward_model.kind): pairwise, pointwise or process."""
 
     kind = "reward-model"
-    model_help = "start from this model"
-    run_help = "train on this run's rollouts"
     needs_model = "A reward model starts from a trained model"
 
     def check(self, config: Config, world: World) -> None:
@@ -223,16 +195,9 @@ def _check_source(data: str | None, run: str | None, pairs: bool) -> None:
 
 
 class RlStage(TrainingStage):
-    """Train an agent by reinforcement learning.
-
-    RECIPE is a recipe name (see `ludus recipes`) or the path of a .toml file. Any setting can be overridden on the
-    command line: --algorithm.group_size 16. The run is written to a new folder under runs/, or to --run.dir, with its
-    configuration, metrics, rollouts, evaluations and checkpoints.
-    """
+    """Train an agent by reinforcement learning."""
 
     kind = "rl"
-    model_help = "train this model instead of the cold start"
-    scratch_help = "create tokenizer, model and cold start first"
 
     def check(self, config: Config, world: World) -> None:
         """Raise UserError for settings or expert dialogues that cannot be used."""
@@ -260,12 +225,6 @@ class RlStage(TrainingStage):
             print_results(console, folder, config, train_policy(config, folder, session, console))
 
         return train
-
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the arguments of the command; settings follow as --section.key value."""
-        super().add_arguments(parser)
-        where = "sample in other processes, on this machine or a Ray cluster (cluster.kind)"
-        parser.add_argument("--cluster", choices=("none", "local", "ray"), help=where)
 
     def run(self, args: argparse.Namespace, overrides: Sequence[str]) -> None:
         """Start or resume a run; under torchrun rank 0 does, and the other ranks train with it."""

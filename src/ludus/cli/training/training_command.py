@@ -27,24 +27,16 @@ from ludus.training.run import run_dir
 from ludus.training.run.preflight import check_extras, check_new_run
 from ludus.training.run.run_dir import RunFolder
 
-QUICK_HELP = "minutes instead of hours: fewer steps and tasks, unless set on the command line"
-
 log = logging.getLogger("ludus")
-
 
 TrainFunction = Callable[[RunFolder], None]
 """Trains in a run folder, and prints the results."""
 
 
 class TrainingStage(ABC):
-    """A training method, as a command and as a stage of a pipeline; its docstring is the help of the command."""
+    """A training method, as a command and as a stage of a pipeline."""
 
     kind: ClassVar[StageKind]
-    model_help: ClassVar[str]
-    scratch_help: ClassVar[str] = ""
-    """Help of --from-scratch, which exists only with this text."""
-    run_help: ClassVar[str] = ""
-    """Help of --run, the setting `run` of the section; it exists only with this text."""
     needs_model: ClassVar[str] = ""
     """Why model.from_scratch is an error; empty if it is not."""
 
@@ -64,18 +56,6 @@ class TrainingStage(ABC):
         print_line(make_console(), f"The run is complete: all {count} are done and evaluated.")
         print_commands(make_console(), folder, config)
 
-    def add_arguments(self, parser: argparse.ArgumentParser) -> None:
-        """Add the arguments of the command; settings follow as --section.key value."""
-        parser.set_defaults(from_scratch=False, run=None)
-        parser.add_argument("recipe", nargs="?", help="a recipe name or a .toml file")
-        if self.run_help:
-            parser.add_argument("--run", metavar="RUN", help=self.run_help)
-        parser.add_argument("--model", metavar="PATH_OR_NAME", help=self.model_help)
-        if self.scratch_help:
-            parser.add_argument("--from-scratch", action="store_true", help=self.scratch_help)
-        parser.add_argument("--resume", metavar="RUN", type=Path, help="resume the run in this folder")
-        parser.add_argument("--quick", action="store_true", help=QUICK_HELP)
-
     def run(self, args: argparse.Namespace, overrides: Sequence[str]) -> None:
         """Start or resume a run."""
         if args.resume is not None:
@@ -93,9 +73,9 @@ class TrainingStage(ABC):
     def shortcuts(self, args: argparse.Namespace) -> list[str]:
         """Return the options of the command as settings."""
         words = model_settings(args.model, args.recipe)
-        if args.from_scratch:
+        if "from_scratch" in args and args.from_scratch:
             words += ["--model.from_scratch", "true", *([] if args.model else ["--model.path", "none"])]
-        return words + ([f"--{self.kind.replace('-', '_')}.run", args.run] if args.run else [])
+        return words + ([f"--{self.kind.replace('-', '_')}.run", args.run] if "run" in args and args.run else [])
 
     def start(self, config: Config, name: str, recipe: str | None) -> None:
         """Prepare the training and run it in a new folder."""
@@ -157,8 +137,10 @@ def _check_world(config: Config, kind: StageKind) -> None:
 
 def resumed_folder(args: argparse.Namespace) -> RunFolder:
     """Return the folder of --resume. Raises UserError if it is not a run, or if other options are set."""
-    if args.run is not None or args.recipe or args.model or args.from_scratch or args.quick:
-        what = "recipe, model and --quick" if args.run is None else "--run"
+    options = vars(args)
+    source = options.get("run")
+    if source is not None or any(options.get(name) for name in ("recipe", "model", "from_scratch", "quick")):
+        what = "recipe, model and --quick" if source is None else "--run"
         raise UserError("--resume reads all settings from the run folder.", f"Remove {what}.")
     folder = RunFolder(args.resume)
     check_run(folder)

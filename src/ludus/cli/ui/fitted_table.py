@@ -7,7 +7,6 @@ import json
 import re
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.cells import cell_len
 from rich.console import Console, ConsoleOptions, RenderableType, RenderResult
@@ -137,14 +136,8 @@ def _wrapped(cell: str, width: int) -> Text:
     return Text("\n".join(wrapped))
 
 
-def add_result_files(parser: argparse.ArgumentParser) -> None:
-    """Add the options."""
-    parser.add_argument("--json", metavar="FILE", type=Path, help="write the results as JSON")
-    parser.add_argument("--markdown", metavar="FILE", type=Path, help="write the tables as Markdown")
-
-
 def write_result_files(args: argparse.Namespace, data: object, tables: Iterable[FittedTable]) -> None:
-    """Write the files that the options name, replacing existing ones. Raises UserError if one cannot be written."""
+    """Write the files that --json and --markdown name, replacing existing ones. Raises UserError for a failed write."""
     texts = {args.json: json.dumps(data, indent=1) + "\n"} if args.json is not None else {}
     if args.markdown is not None:
         texts[args.markdown] = "\n".join(table.to_markdown() for table in tables)

@@ -3,46 +3,21 @@
 from __future__ import annotations
 
 import math
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.config.schema import AlarmAction
-from ludus.diagnostics.alarms import ENTROPY, LOGPROB_GAP, alarms_by_step
+from ludus.diagnostics.alarms import alarms_by_step
 from ludus.diagnostics.timings import episode_shares
 from ludus.diagnostics.trackers import MetricsRow
 
 BLOCKS = "▁▂▃▄▅▆▇█"
 WIDTH = 40
 """Maximum characters of a curve; longer series are averaged in bins."""
-
-CURVES: Mapping[str, str] = {
-    "reward/mean": "reward",
-    "success/mean": "success in training",
-    "rft/kept": "rollouts kept for training",
-    "groups/zero_variance": "groups with equal rewards",
-    ENTROPY: "entropy, nats/token",
-    "policy/kl_reference": "KL to the initial policy, nats/token",
-    LOGPROB_GAP: "logprob difference to engine, nats/token",
-    "policy/clip_fraction": "clipped tokens",
-    "loss/total": "loss",
-    "preference/margin": "margin of chosen over rejected, nats",
-    "preference/accuracy": "pairs ranked correctly",
-    "preference/chosen_logprob": "log-probability of chosen, nats/token",
-    "preference/rejected_logprob": "log-probability of rejected, nats/token",
-    "held_out/accuracy": "held-out pairs ranked correctly",
-    "held_out/auc": "held-out area under the curve",
-    "held_out/error": "held-out error",
-    "optim/grad_norm": "gradient norm",
-    "turns/mean": "turns",
-    "response_length/mean": "sampled tokens per episode",
-    "tools/error_rate": "failed tool calls",
-    "speed/sampled_tokens_per_s": "sampled tokens/s",
-    "engine/cache_hit_rate": "prefix cache hit rate",
-    "time/step_s": "seconds per step",
-}
-"""Titles of the plotted metrics, by metric name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +38,8 @@ def find_curves(rows: Sequence[MetricsRow]) -> list[Curve]:
     parts = {name: name.split("/") for name in names}
     success = [n for n, p in parts.items() if len(p) == 4 and p[0] == "eval" and p[3] == "success"]
     held_out = {n: f"held-out success, {parts[n][1]} {parts[n][2]}" for n in success}
-    titles = dict(list(CURVES.items())[:2]) | held_out | dict(list(CURVES.items())[2:])
+    first, second, *others = tomllib.loads((resources.files(__package__) / "curves.toml").read_text("utf-8")).items()
+    titles = dict((first, second)) | held_out | dict(others)
     curves = []
     for name, title in titles.items():
         found = [(step, metrics[name]) for step, metrics in sorted(by_step.items()) if name in metrics]
