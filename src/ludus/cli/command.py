@@ -57,8 +57,8 @@ class Command:
         """Import the command and run it; return the exit code."""
         module, _, name = self.target.partition(":")
         with exit_on_interrupt():
-            found: Any = importlib.import_module(f"ludus.cli.{module}")
-        code: int | None = (vars(found)[name] if name else found).run(args, overrides)
+            defined = vars(importlib.import_module(f"ludus.cli.{module}"))
+        code: int | None = (defined[name].run if name else defined["run"])(args, overrides)
         return code or 0
 
 

@@ -4,29 +4,15 @@ from __future__ import annotations
 
 import tomllib
 from collections.abc import Sequence
-from dataclasses import dataclass
 from importlib import resources
 
+from ludus.config.changes import ChangedSetting
 from ludus.config.load import apply_overrides
 from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
-from ludus.config.toml import value_text
 
 
-@dataclass(frozen=True, slots=True)
-class QuickCut:
-    """A lowered setting; `old` is None if its value was none."""
-
-    key: str
-    old: object
-    new: int
-
-    @property
-    def words(self) -> tuple[str, str]:
-        return f"--{self.key}", str(self.new)
-
-
-def quick_cuts(kind: StageKind, config: Config, overrides: Sequence[str]) -> list[QuickCut]:
+def quick_cuts(kind: StageKind, config: Config, overrides: Sequence[str]) -> list[ChangedSetting]:
     """Return the settings of a run that are lowered: those above the table, unless they are among `overrides`."""
     explicit: dict[str, object] = {}
     apply_overrides(explicit, overrides)
@@ -39,11 +25,10 @@ def quick_cuts(kind: StageKind, config: Config, overrides: Sequence[str]) -> lis
         for name, most in table[section].items():
             old = values[section][name]
             if not (isinstance(own, dict) and name in own) and (old is None or old > most):
-                cuts.append(QuickCut(f"{section}.{name}", old, most))
+                cuts.append(ChangedSetting(f"{section}.{name}", old, most))
     return cuts
 
 
-def describe_cuts(cuts: Sequence[QuickCut]) -> str:
+def describe_cuts(cuts: Sequence[ChangedSetting]) -> str:
     """Return the line that names the lowered settings."""
-    changes = ", ".join(f"{cut.key} {value_text(cut.old)} -> {cut.new}" for cut in cuts)
-    return f"Quick: {changes or 'nothing to lower'}"
+    return f"Quick: {', '.join(map(str, cuts)) or 'nothing to lower'}"

@@ -5,11 +5,10 @@ Runs of RL, SFT and rejection sampling are checked without torch.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 
+from ludus.config.changes import changes
 from ludus.config.schema import Config
-from ludus.config.toml import value_text
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import StorageError, UserError
 from ludus.evaluation.evaluate import plans
@@ -29,20 +28,6 @@ _NAMES: Mapping[Kind, str] = {
     "reward-model": "the training of a reward model",
     "rft": "a run of rejection-sampling fine-tuning",
 }
-
-
-@dataclass(frozen=True, slots=True)
-class ChangedSetting:
-    """Setting with its values in two configurations."""
-
-    key: str
-    old: object
-    new: object
-
-
-def changes(old: Config, new: Config) -> list[ChangedSetting]:
-    """Return the settings that differ, in schema order; a section missing on one side counts as one."""
-    return list(_changes(old.model_dump(), new.model_dump(), ""))
 
 
 def steps_done(folder: RunFolder) -> int:
@@ -66,12 +51,6 @@ def describe_resume(folder: RunFolder, config: Config, kind: Kind) -> str:
     if last == done + 1:
         return f"{start} This {unit} is repeated."
     return start if last <= done else f"{start} {unit.capitalize()}s {done + 1} to {last} are repeated."
-
-
-def describe_changes(folder: RunFolder, config: Config) -> str:
-    """Describe the settings of a resume that differ from the run's; empty if none do."""
-    found = changes(folder.load_config(), config)
-    return ", ".join(f"{c.key} {value_text(c.old)} -> {value_text(c.new)}" for c in found)
 
 
 def check_kind(folder: RunFolder, kind: Kind) -> None:
@@ -101,7 +80,7 @@ def check_resume(folder: RunFolder, config: Config, kind: Kind) -> None:
         fixed = (*fixed, "sft.")
     changed = [c for c in changes(folder.load_config(), config) if c.key.startswith(fixed) and c.key not in _FREE]
     if changed:
-        differences = ", ".join(f"{c.key} = {value_text(c.old)} (not {value_text(c.new)})" for c in changed)
+        differences = ", ".join(change.conflict for change in changed)
         raise UserError(
             f"A resumed run keeps model, data, cold start, world, seed and folder: {folder.path} has {differences}.",
             "Unset it, or start a new run with it.",
@@ -155,12 +134,3 @@ def _planned(folder: RunFolder, config: Config, kind: Kind) -> tuple[str, int]:
 
             return "reward_model.steps", planned_steps(folder, config) or steps_done(folder) + 1
     return "training.steps", config.training.steps
-
-
-def _changes(old: Mapping[str, object], new: Mapping[str, object], prefix: str) -> Iterator[ChangedSetting]:
-    for name in dict.fromkeys([*old, *new]):
-        before, after = old.get(name), new.get(name)
-        if isinstance(before, Mapping) and isinstance(after, Mapping):
-            yield from _changes(before, after, f"{prefix}{name}.")
-        elif before != after:
-            yield ChangedSetting(f"{prefix}{name}", before, after)

@@ -364,7 +364,7 @@ async def _chat_speed(base: str, model: str) -> str:
 
 
 async def _measure_speed(sample: Callable[[int, str], Awaitable[int]]) -> str:
-    """Describe latency and speed; `sample` requests at most so many tokens under a name, and returns their number."""
+    """Describe latency and speed; `sample(maximum, name)` requests tokens and returns their number."""
     await sample(1, "doctor-warm-up")
     begin = time.perf_counter()
     await sample(1, "doctor-latency")

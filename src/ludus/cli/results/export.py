@@ -21,7 +21,7 @@ from ludus.training.datasets.files import parse_record
 from ludus.training.run.run_dir import RunFolder
 
 
-def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Write the rollouts to the targets."""
     folder = RunFolder(args.run)
     config = run_config(folder, ())
@@ -52,7 +52,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.sharegpt:
         count = write_sharegpt(args.sharegpt, records(), parse_record)
         print_line(console, f"{args.sharegpt}: {count:,} rollouts; those that ShareGPT cannot represent are left out")
-    return 0
 
 
 def chosen_files(args: argparse.Namespace, folder: RunFolder) -> list[Path]:

@@ -10,7 +10,7 @@ from ludus.cli.ui.terminal import make_console, print_line
 from ludus.errors import UserError
 
 
-def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Write the report."""
     from ludus.report.data import read_runs, to_json, to_markdown
     from ludus.report.page import render
@@ -23,10 +23,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     text = render(runs) if is_page else to_markdown(runs) if args.markdown else to_json(runs)
     if output is None:
         sys.stdout.write(text)
-        return 0
+        return
     try:
         output.write_text(text, encoding="utf-8", errors="replace")
     except OSError as error:
         raise UserError(f"{output} cannot be written: {error.strerror}.", "Name another file with --output.") from error
     print_line(make_console(), f"Wrote {output} ({output.stat().st_size / 1e6:.2f} MB).")
-    return 0

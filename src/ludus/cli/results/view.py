@@ -17,7 +17,7 @@ from ludus.rollouts.rollout_files import RolloutRecord
 from ludus.training.run.run_dir import RunFolder
 
 
-def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
+def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Serve until interrupted."""
     with needs_serve_extra():
         import uvicorn
@@ -42,7 +42,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print_text(console, "Stop with Ctrl-C.")
         app = make_app(RunPages(index), token=token, live=args.live)
         uvicorn.Server(uvicorn.Config(app, log_level="warning", access_log=False)).run(sockets=[listener])
-    return 0
 
 
 def _verifier(config: Config) -> Callable[[RolloutRecord], bool | None]:

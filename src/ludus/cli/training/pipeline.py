@@ -15,12 +15,12 @@ from ludus.cli.commands.config import check_plugins
 from ludus.cli.training.stages import STAGES
 from ludus.cli.training.training_command import resume_hint
 from ludus.cli.ui.terminal import load_libraries, make_console, print_line, print_text
+from ludus.config.changes import changes
 from ludus.config.load import load_config
 from ludus.config.pipeline import Stage, StageKind, load_pipeline
 from ludus.config.quick import describe_cuts, quick_cuts
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardsConfig
-from ludus.config.toml import value_text
 from ludus.envs.registry import build_world, check_sandbox
 from ludus.errors import ConfigError, LudusError, UserError
 from ludus.rewards.registry import added_parts
@@ -146,11 +146,9 @@ def stage_config(stage: Stage, folder: Path) -> Config:
 
 def _check_same(stage: Stage, own: RunFolder, config: Config) -> None:
     """Raise UserError if a stage was started with other settings, because later stages depend on it."""
-    from ludus.training.resume import changes
-
     found = [change for change in changes(own.load_config(), config) if change.key not in _FREE]
     if found:
-        has = ", ".join(f"{c.key} = {value_text(c.old)} (not {value_text(c.new)})" for c in found)
+        has = ", ".join(change.conflict for change in found)
         text = f"Stage {stage.number} was started with other settings: {own.path} has {has}."
         raise UserError(text, "Revert the change, or choose another --folder.")
 

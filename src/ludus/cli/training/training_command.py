@@ -15,6 +15,7 @@ from ludus.cli.arguments import check_run, model_settings, recipe_config, run_co
 from ludus.cli.commands.config import check_plugins, check_reward_parts
 from ludus.cli.signals import handle_interrupts
 from ludus.cli.ui.terminal import announce, load_libraries, make_console, print_line, print_text
+from ludus.config.changes import changes
 from ludus.config.pipeline import StageKind
 from ludus.config.quick import describe_cuts, quick_cuts
 from ludus.config.schema import Config
@@ -94,7 +95,7 @@ class TrainingStage(ABC):
 
     def resume(self, folder: RunFolder, overrides: Sequence[str]) -> None:
         """Resume a run, unless it is complete."""
-        from ludus.training.resume import check_kind, check_resume, describe_changes, describe_resume, is_complete
+        from ludus.training.resume import check_kind, check_resume, describe_resume, is_complete
 
         warnings = run_dir.file_warnings(folder, run_config(folder, overrides))
         check_kind(folder, self.kind)
@@ -110,7 +111,7 @@ class TrainingStage(ABC):
                 self.print_done(folder, config)
                 return
             train = self.prepare(config, False)
-            if changed := describe_changes(folder, config):
+            if changed := ", ".join(map(str, changes(folder.load_config(), config))):
                 warnings = [f"Changed from here on: {changed}", *warnings]
                 log.info("changed from here on: %s", changed)
             print_line(make_console(), describe_resume(folder, config, self.kind))

@@ -17,16 +17,16 @@ from ludus.cli.ui.tables import format_sampling, format_success
 from ludus.cli.ui.terminal import PhaseBar, announce, bars, make_console, print_line, print_text
 from ludus.cli.ui.transcripts import print_transcript
 from ludus.cluster.control import controlled
+from ludus.config.changes import changes
 from ludus.config.load import load_config
 from ludus.config.schema import Config
-from ludus.config.toml import value_text
 from ludus.engines.base import Engine, EngineStats
 from ludus.errors import ConfigError
 from ludus.evaluation.evaluate import Evaluation
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
 from ludus.rollouts.scheduler import Episode
 from ludus.training.datasets.token_limits import sft_warnings
-from ludus.training.resume import changes, steps_done
+from ludus.training.resume import steps_done
 from ludus.training.rl.build import make_trackers
 from ludus.training.rl.build import train as train_run
 from ludus.training.rl.sync_trainer import Comparison
@@ -176,7 +176,7 @@ def use_command(folder: RunFolder, config: Config, checkpoint: Path) -> str:
         words += ["--run.dir", "none"]
     for change in changes(base, config):
         if change.key.startswith(("env.", "rollout.")):
-            words += [f"--{change.key}", change.new if isinstance(change.new, str) else value_text(change.new)]
+            words += change.words
     return shlex.join(words)
 
 
