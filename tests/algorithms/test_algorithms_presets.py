@@ -1,6 +1,5 @@
 """Presets and the validation of algorithm settings, without torch."""
 
-import inspect
 import subprocess
 import sys
 import warnings
@@ -41,7 +40,7 @@ def test_every_required_parameter_of_a_part_is_passed(spec):
     known = {*spec.options, *(field.name for field in fields(record)), *algorithm.SETTING_PARAMETERS}
     for name in ("function", "cut", "choose", "finish"):
         function = getattr(spec, name, None)
-        required = inspect.signature(function).parameters.values() if function else ()
+        required = algorithm.parameters_of(function).values() if function else ()
         missing = {p.name for p in required if p.default is p.empty} - known
         allowed = {"choose": {"covariance", "seed"}, "finish": {"advantages"}}
         assert missing <= allowed.get(name, set())

@@ -173,20 +173,23 @@ def _undeclared() -> Tensor:
     raise TypeError("a spec is a decorator: write it above a function")
 
 
-def _expand_signature(function: Callable[..., Tensor]) -> None:
-    """Replace `**inputs: Unpack[Record]` in the signature of a function by the keys of the record; optional ones are
-    None unless passed."""
+@cache
+def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
+    """Return the parameters of a function.
+
+    `**inputs: Unpack[Record]` is replaced by the keys of the record, also in `inspect.signature(function)`; optional
+    ones are None unless passed.
+    """
     signature = inspect.signature(function)
     named = list(signature.parameters.values())
-    if not named or named[-1].kind is not inspect.Parameter.VAR_KEYWORD:
-        return
-    record = inspect.getmodule(function)
-    names = str(named.pop().annotation)
-    found = vars(record)[names.removeprefix("Unpack[").removesuffix("]")]
-    for key, kind in found.__annotations__.items():
-        default = inspect.Parameter.empty if key in found.__required_keys__ else None
-        named.append(inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
-    vars(function)["__signature__"] = signature.replace(parameters=named)
+    if named and str(named[-1].annotation).startswith("Unpack["):
+        record = vars(inspect.getmodule(function))[named.pop().annotation.removeprefix("Unpack[").removesuffix("]")]
+        for key, kind in record.__annotations__.items():
+            default = inspect.Parameter.empty if key in record.__required_keys__ else None
+            named.append(inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
+        signature = signature.replace(parameters=named)
+        vars(function)["__signature__"] = signature
+    return signature.parameters
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,8 +211,7 @@ class PartSpec:
 
     def __call__(self, function: F) -> F:
         """Register `function` as the part and return it unchanged."""
-        _expand_signature(function)
-        parameters = inspect.signature(function).parameters
+        parameters = parameters_of(function)
         options = dict(self.options)
         for key, option in options.items():
             if option.default == "":
@@ -336,18 +338,13 @@ def _find_plugin(kind: type[PartSpec], name: str) -> PartSpec:
         raise ConfigError(f"{setting} = {name!r} is not a function that {kind.__name__} can declare.")
     itself = "outcomes" if kind.batch is Outcomes else "batch"
     passed = {*found.options, *(f.name for f in fields(kind.batch)), itself, "algorithm", *SETTING_PARAMETERS}
-    for parameter, one in _parameters(found.function).items():
+    for parameter, one in parameters_of(found.function).items():
         if one.default is inspect.Parameter.empty and parameter not in passed:
             raise ConfigError(
                 f"{setting} = {name!r}: nothing is passed for the parameter {parameter!r}.",
                 f"Give it a default, declare it as an option, or take one of: {', '.join(sorted(passed))}.",
             )
     return found
-
-
-@cache
-def _parameters(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
-    return inspect.signature(function).parameters
 
 
 def inputs_of(batch: Outcomes | TokenBatch) -> dict[str, object]:
@@ -493,7 +490,7 @@ class Algorithm:
         """
         known = self.options_of(part)[1]
         given: dict[str, object] = {}
-        for name, parameter in _parameters(function).items():
+        for name, parameter in parameters_of(function).items():
             if name in known:
                 given[name] = known[name].convert(self.option(part, name))
             elif name in inputs:

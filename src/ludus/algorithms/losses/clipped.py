@@ -7,9 +7,52 @@ returns its clipped tokens, for the statistics of a step; a loss without a `cut`
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TypedDict, Unpack
 
 from ludus.algorithms.algorithm import POSITIVE, LossSpec, Need, Option
 from ludus.algorithms.tensors import Cut, SummedFields, Tensor, check_shapes, clamped_ratio, select, torch
+
+
+class PolicyInputs(TypedDict):
+    """The inputs of every loss on ratios, all [N, L]."""
+
+    logprobs: Tensor
+    old_logprobs: Tensor
+    advantages: Tensor
+    mask: Tensor
+
+
+class ClipInputs(PolicyInputs, total=False):
+    """The inputs of `ppo_clip`."""
+
+    eps_low: float
+    eps_high: float
+    dual_clip: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class PolicyTokens:
+    """The inputs of a loss on ratios at the action tokens, all [N, L], 0 elsewhere.
+
+    `gap` is `logprobs - old_logprobs`, with the gradient of `logprobs`; `scores` are the advantages, without gradient.
+    """
+
+    logprobs: Tensor
+    gap: Tensor
+    scores: Tensor
+    mask: Tensor
+
+    @classmethod
+    def of(cls, *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> PolicyTokens:
+        """Return the tokens. Raises ValueError for unequal shapes."""
+        check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
+        own = select(logprobs, mask)
+        return cls(own, own - select(old_logprobs, mask).detach(), select(advantages, mask).detach(), mask.bool())
+
+    @property
+    def ratio(self) -> Tensor:
+        """`exp(gap)` with the exponent clamped to +-20, 1 where the mask is 0, [N, L]."""
+        return clamped_ratio(self.gap)
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,72 +92,46 @@ def token_ratio(logprobs: Tensor, old_logprobs: Tensor, mask: Tensor) -> Tensor:
 
 
 def token_cut(
-    *,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    eps_low: float,
-    eps_high: float,
-    dual_clip: float | None = None,
+    *, eps_low: float, eps_high: float, dual_clip: float | None = None, **inputs: Unpack[PolicyInputs]
 ) -> Cut:
     """Return the tokens clipped by their own ratio."""
-    ratio = token_ratio(logprobs, old_logprobs, mask)
-    return ppo_cut(ratio=ratio, advantages=advantages, mask=mask, clip=ClipRange(eps_low, eps_high, dual_clip))
+    tokens, clip = PolicyTokens.of(**inputs), ClipRange(eps_low, eps_high, dual_clip)
+    return ppo_cut(ratio=tokens.ratio, advantages=tokens.scores, mask=tokens.mask, clip=clip)
 
 
-def _weight_cut(*, logprobs: Tensor, old_logprobs: Tensor, mask: Tensor, eps_low: float, eps_high: float) -> Cut:
+def _weight_cut(*, eps_low: float, eps_high: float, **inputs: Unpack[PolicyInputs]) -> Cut:
     """Return the tokens with a clipped weight, for any advantage; their gradient is nonzero."""
-    ratio, actions = token_ratio(logprobs, old_logprobs, mask), mask.bool()
-    low, high = actions & (ratio < 1 - eps_low), actions & (ratio > 1 + eps_high)
-    return Cut(low, high, torch.zeros_like(actions))
+    tokens = PolicyTokens.of(**inputs)
+    ratio, actions = tokens.ratio, tokens.mask
+    return Cut(actions & (ratio < 1 - eps_low), actions & (ratio > 1 + eps_high), torch.zeros_like(actions))
 
 
 @LossSpec(help="the clipped surrogate of PPO", needs={Need.CLIP, Need.DUAL_CLIP}, ratio_part="The clip", cut=token_cut)
 def ppo_clip(
-    *,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    dual_clip: float | None = None,
+    *, eps_low: float = 0.2, eps_high: float = 0.2, dual_clip: float | None = None, **inputs: Unpack[PolicyInputs]
 ) -> Tensor:
     """Return `-min(ratio A, clip(ratio, 1 - eps_low, 1 + eps_high) A)`, `ratio = exp(logprobs - old_logprobs)`.
 
     arXiv:1707.06347 (eq. 7); two bounds as in DAPO (arXiv:2503.14476). With `dual_clip = c`, if `A < 0`:
     `min(that, -c A)` (arXiv:1912.09729).
     """
-    bounds = ClipRange(eps_low, eps_high, dual_clip)
-    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    ratio = token_ratio(logprobs, old_logprobs, mask)
-    return select(bounds.surrogate(ratio, select(advantages, mask).detach()), mask)
+    bounds, tokens = ClipRange(eps_low, eps_high, dual_clip), PolicyTokens.of(**inputs)
+    return select(bounds.surrogate(tokens.ratio, tokens.scores), tokens.mask)
 
 
 @LossSpec(
     help="REINFORCE weighted by a clipped, detached ratio", needs={Need.CLIP}, ratio_part="The clip", cut=_weight_cut
 )
-def cispo(
-    *,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    eps_low: float = 1.0,
-    eps_high: float = 0.28,
-) -> Tensor:
+def cispo(*, eps_low: float = 1.0, eps_high: float = 0.28, **inputs: Unpack[PolicyInputs]) -> Tensor:
     """Return `-stop_grad(clip(ratio, 1 - eps_low, 1 + eps_high)) A logprobs`, [N, L]: clipped tokens retain a gradient.
 
     arXiv:2506.13585 (MiniMax-M1), which has no lower bound (`eps_low = 1`) and does not
     specify the upper one; 0.28 is from Trinity. verl uses the clip range of PPO for both, TRL and ScaleRL
     (arXiv:2510.13786) an upper bound of 5 (`eps_high = 4`).
     """
-    bounds = ClipRange(eps_low, eps_high)
-    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    ratio = token_ratio(logprobs.detach(), old_logprobs, mask)
-    weights = ratio.clamp(1 - bounds.eps_low, 1 + bounds.eps_high)
-    return -select(weights * select(advantages, mask).detach(), mask) * select(logprobs, mask)
+    bounds, tokens = ClipRange(eps_low, eps_high), PolicyTokens.of(**inputs)
+    weights = tokens.ratio.detach().clamp(1 - bounds.eps_low, 1 + bounds.eps_high)
+    return -select(weights * tokens.scores, tokens.mask) * tokens.logprobs
 
 
 @LossSpec(
@@ -125,15 +142,7 @@ def cispo(
     },
     ratio_part="The gate",
 )
-def sapo(
-    *,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    tau_pos: float = 1.0,
-    tau_neg: float = 1.05,
-) -> Tensor:
+def sapo(*, tau_pos: float = 1.0, tau_neg: float = 1.05, **inputs: Unpack[PolicyInputs]) -> Tensor:
     """Return `-A (4 / tau) sigmoid(tau (ratio - 1))`, [N, L]: a soft gate in place of the clip.
 
     arXiv:2511.20347 with its temperatures: `tau_pos` if `A > 0`, else the larger `tau_neg`, so that
@@ -141,11 +150,11 @@ def sapo(
     """
     if tau_pos <= 0 or tau_neg <= 0:
         raise ValueError(f"tau_pos and tau_neg must be above 0: {tau_pos}, {tau_neg}")
-    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    scores = select(advantages, mask).detach()
+    tokens = PolicyTokens.of(**inputs)
+    scores = tokens.scores
     tau = torch.where(scores > 0, scores.new_tensor(tau_pos), scores.new_tensor(tau_neg))
-    gate = torch.sigmoid(tau * (token_ratio(logprobs, old_logprobs, mask) - 1)) * 4 / tau
-    return select(-scores * gate, mask)
+    gate = torch.sigmoid(tau * (tokens.ratio - 1)) * 4 / tau
+    return select(-scores * gate, tokens.mask)
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,9 +9,10 @@ microbatch.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Unpack
 
 from ludus.algorithms.algorithm import NOT_NEGATIVE, LossSpec, Need, Option, OptionBounds
-from ludus.algorithms.losses.clipped import ppo_clip, token_cut, token_ratio
+from ludus.algorithms.losses.clipped import ClipInputs, PolicyInputs, PolicyTokens, ppo_clip, token_cut
 from ludus.algorithms.tensors import SummedFields, Tensor, check_shapes, select, torch
 
 _SHARE = OptionBounds(0, 1, above=True)
@@ -105,36 +106,18 @@ def choose_highest(*, covariance: Tensor, mask: Tensor, share: float = 2e-4) -> 
     cut=token_cut,
     choose=choose_between,
 )
-def clip_cov(
-    *,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    chosen: Tensor | None = None,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    dual_clip: float | None = None,
-) -> Tensor:
+def clip_cov(*, chosen: Tensor | None = None, **inputs: Unpack[ClipInputs]) -> Tensor:
     """Return `ppo_clip`, and 0 with no gradient on the tokens of `chosen`, [N, L] (arXiv:2505.22617).
 
     `chosen` [N, L] bool comes from `choose_between` over the whole batch; None: its defaults with seed 0
     over these rows. The tokens stay in the normaliser.
     """
+    mask = inputs["mask"]
     if chosen is None:
-        covariance = _covariance(old_logprobs, advantages, mask)
+        covariance = _covariance(inputs["old_logprobs"], inputs["advantages"], mask)
         chosen = choose_between(covariance=covariance, mask=mask, seed=0)
     check_shapes(mask, chosen=chosen)
-    loss = ppo_clip(
-        logprobs=logprobs,
-        old_logprobs=old_logprobs,
-        advantages=advantages,
-        mask=mask,
-        eps_low=eps_low,
-        eps_high=eps_high,
-        dual_clip=dual_clip,
-    )
-    return select(loss, ~chosen.bool())
+    return select(ppo_clip(**inputs), ~chosen.bool())
 
 
 @LossSpec(
@@ -147,26 +130,20 @@ def clip_cov(
     ratio_part="The KL of the chosen tokens",
     choose=choose_highest,
 )
-def kl_cov(
-    *,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    chosen: Tensor | None = None,
-    coef: float = 1.0,
-) -> Tensor:
+def kl_cov(*, chosen: Tensor | None = None, coef: float = 1.0, **inputs: Unpack[PolicyInputs]) -> Tensor:
     """Return `-ratio A`, plus `coef |logprobs - old|` on the tokens of `chosen`, [N, L] (arXiv:2505.22617).
 
     `chosen` [N, L] bool comes from `choose_highest` over the whole batch; None: its defaults over
     these rows. `coef` 1 as in the paper and verl. No clip.
     """
     if chosen is None:
-        chosen = choose_highest(covariance=_covariance(old_logprobs, advantages, mask), mask=mask)
-    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, chosen=chosen)
-    loss = -token_ratio(logprobs, old_logprobs, mask) * select(advantages, mask).detach()
-    gap = (select(logprobs, mask) - select(old_logprobs, mask).detach()).abs()
-    return select(loss, mask) + coef * select(gap, mask.bool() & chosen.bool())
+        covariance = _covariance(inputs["old_logprobs"], inputs["advantages"], inputs["mask"])
+        chosen = choose_highest(covariance=covariance, mask=inputs["mask"])
+    tokens = PolicyTokens.of(**inputs)
+    check_shapes(tokens.mask, chosen=chosen)
+    loss = -tokens.ratio * tokens.scores
+    gap = PolicyTokens.of(**inputs).gap.abs()  # not that of the ratio: the sums of gradients keep their order
+    return select(loss, tokens.mask) + coef * select(gap, tokens.mask & chosen.bool())
 
 
 def _covariance(old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:

@@ -8,9 +8,10 @@ term and no reference. (arXiv:2604.02869 and arXiv:2508.04349 use the name GTPO 
 from __future__ import annotations
 
 import math
+from typing import Unpack
 
 from ludus.algorithms.algorithm import NOT_NEGATIVE, POSITIVE, SWITCH, LossSpec, Need, Option
-from ludus.algorithms.losses.clipped import token_ratio
+from ludus.algorithms.losses.clipped import PolicyInputs, PolicyTokens
 from ludus.algorithms.losses.sequence import trajectory_mean
 from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
 
@@ -25,19 +26,17 @@ from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
         "entropy_penalty": Option("coefficient of the entropy penalty", NOT_NEGATIVE, default=0.1),
     },
 )
-def gtpo(
-    *, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, weights: Tensor | None = None
-) -> Tensor:
+def gtpo(*, weights: Tensor | None = None, **inputs: Unpack[PolicyInputs]) -> Tensor:
     """Return `-w ratio A`, [N, L], with `w` from `conflict_weights` (arXiv:2508.03772); None: `advantages` contain it.
 
     The authors run one step per batch: the ratio is 1, with a gradient.
     """
-    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages)
-    scores = select(advantages, mask).detach()
+    tokens = PolicyTokens.of(**inputs)
+    scores = tokens.scores
     if weights is not None:
-        check_shapes(mask, weights=weights)
-        scores = select(weights, mask).detach() * scores
-    return select(-token_ratio(logprobs, old_logprobs, mask) * scores, mask)
+        check_shapes(tokens.mask, weights=weights)
+        scores = select(weights, tokens.mask).detach() * scores
+    return select(-tokens.ratio * scores, tokens.mask)
 
 
 def conflict_weights(

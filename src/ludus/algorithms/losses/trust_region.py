@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Literal, Unpack
 
 from ludus.algorithms.algorithm import NOT_NEGATIVE, POSITIVE, LossSpec, Need, Option
-from ludus.algorithms.losses.clipped import ppo_clip, token_cut, token_ratio
+from ludus.algorithms.losses.clipped import ClipInputs, ppo_clip, token_cut, token_ratio
 from ludus.algorithms.tensors import Cut, Tensor, check_shapes, select, torch
 
 DIVERGENCES = ("tv", "kl")
@@ -52,28 +52,11 @@ def _trust_region_cut(
     return Cut(low, high, torch.zeros_like(low))
 
 
-def _own_token_cut(
-    *,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    eps_low: float,
-    eps_high: float,
-    dual_clip: float | None = None,
-    expert: Tensor | None = None,
-) -> Cut:
+def _own_token_cut(*, expert: Tensor | None = None, **inputs: Unpack[ClipInputs]) -> Cut:
     """Return the clipped tokens of the policy; expert tokens are not clipped."""
-    own = mask.bool() if expert is None else mask.bool() & ~expert.bool()[:, None]
-    return token_cut(
-        logprobs=logprobs,
-        old_logprobs=old_logprobs,
-        advantages=advantages,
-        mask=own,
-        eps_low=eps_low,
-        eps_high=eps_high,
-        dual_clip=dual_clip,
-    )
+    if expert is not None:
+        inputs["mask"] = inputs["mask"].bool() & ~expert.bool()[:, None]
+    return token_cut(**inputs)
 
 
 @LossSpec(
@@ -121,18 +104,7 @@ def dppo(
     ratio_part="The clip",
     cut=_own_token_cut,
 )
-def mixed_policy(
-    *,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    advantages: Tensor,
-    mask: Tensor,
-    expert: Tensor,
-    gamma: float = 0.1,
-    eps_low: float = 0.2,
-    eps_high: float = 0.2,
-    dual_clip: float | None = None,
-) -> Tensor:
+def mixed_policy(*, expert: Tensor, gamma: float = 0.1, **inputs: Unpack[ClipInputs]) -> Tensor:
     """Return `ppo_clip` on the policy's own tokens, `-f(p) A` with `f(p) = p / (p + gamma)` on expert tokens, [N, L].
 
     LUFFY (arXiv:2504.14945, `gamma` 0.1): expert trajectories are members of the group and
@@ -142,20 +114,12 @@ def mixed_policy(
     """
     if gamma <= 0:
         raise ValueError(f"gamma must be above 0, not {gamma}")
+    mask = inputs["mask"]
     if expert.shape not in (mask.shape, mask.shape[:1]):
         raise ValueError(f"expert must be [N] or [N, L] for the mask {list(mask.shape)}, not {list(expert.shape)}")
-    off_policy = expert.bool()[:, None].expand(mask.shape) if expert.ndim == 1 else expert.bool()
-    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, advantages=advantages, expert=off_policy)
-    own, off_policy = mask.bool() & ~off_policy, mask.bool() & off_policy
-    on_policy = ppo_clip(
-        logprobs=logprobs,
-        old_logprobs=old_logprobs,
-        advantages=advantages,
-        mask=own,
-        eps_low=eps_low,
-        eps_high=eps_high,
-        dual_clip=dual_clip,
-    )
-    probability = select(logprobs, off_policy).exp()
+    off_policy = mask.bool() & (expert.bool()[:, None] if expert.ndim == 1 else expert.bool())
+    inputs["mask"] = mask.bool() & ~off_policy
+    on_policy = ppo_clip(**inputs)
+    probability = select(inputs["logprobs"], off_policy).exp()
     shaped = probability / (probability + gamma)
-    return on_policy - select(shaped * select(advantages, off_policy).detach(), off_policy)
+    return on_policy - select(shaped * select(inputs["advantages"], off_policy).detach(), off_policy)
