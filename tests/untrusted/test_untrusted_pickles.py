@@ -10,8 +10,7 @@ from pickle import UnpicklingError
 
 import pytest
 import torch
-from torch.distributed.checkpoint import metadata
-from torch.distributed.checkpoint.filesystem import _StorageInfo
+from safetensors.torch import load_file, save_file
 
 from ludus.engines.models.loading import load_model, load_tokenizer, save_model
 from ludus.errors import LudusError, StorageError, UserError
@@ -55,62 +54,43 @@ def like():
     return dict(tiny_model().named_parameters())
 
 
-def rewrite(folder, change):
-    """Put changed metadata into a folder of shards."""
-    path = folder / ".metadata"
-    found = pickle.loads(path.read_bytes())
-    change(found)
-    path.write_bytes(pickle.dumps(found))
-
-
 def test_shards_are_read_back(shards):
     found = load_shards(shards, "model", like())
     assert found.keys() == like().keys()
     assert all(torch.equal(found[name], tensor) for name, tensor in like().items())
 
 
-def test_metadata_that_name_code_are_refused(shards, mark):
-    (shards / ".metadata").write_bytes(pickle.dumps(Runs(mark)))
-    with pytest.raises(StorageError, match=r"references pathlib.Path.write_text.*Remove its checkpoint"):
+def test_shards_that_are_pickles_are_rejected(shards, mark):
+    for path in shards.iterdir():
+        path.write_bytes(pickle.dumps(Runs(mark)))
+    with pytest.raises(StorageError, match=r"broken.*Remove its checkpoint"):
         load_shards(shards, "model", like())
 
 
-def test_shard_index_that_names_code_is_rejected(shards, mark):
-    for path in shards.glob("*.distcp"):
-        path.write_bytes(pickle.dumps(Runs(mark)) + bytes(path.stat().st_size))
+def test_pickled_metadata_beside_shards_are_not_read(shards, mark):
+    (shards / ".metadata").write_bytes(pickle.dumps(Runs(mark)))
+    assert load_shards(shards, "model", like()).keys() == like().keys()
+
+
+@pytest.mark.parametrize("places", ["no JSON", "{}", '{"model/lm_head.weight": {"saved_offsets": [9, 9]}}'])
+def test_foreign_shard_metadata_is_rejected(shards, places):
+    (path,) = shards.iterdir()
+    save_file(load_file(path), path, {"DCP_SHARDING_INFO": places})
     with pytest.raises(StorageError, match="broken"):
         load_shards(shards, "model", like())
 
 
-def test_bytes_entry_is_rejected_because_torch_unpickles_it(shards, mark):
-    name = next(iter(like()))
-    data = io.BytesIO()
-    torch.save(Runs(mark), data)
-    (shards / "code").write_bytes(data.getvalue())
-
-    def change(found):
-        found.state_dict_metadata[f"model/{name}"] = metadata.BytesStorageMetadata()
-        where = metadata.MetadataIndex(f"model/{name}")
-        found.storage_data[where] = _StorageInfo("code", 0, len(data.getvalue()))
-
-    rewrite(shards, change)
-    with pytest.raises(StorageError, match="BytesStorageMetadata"):
+@pytest.mark.parametrize("data", [b"", b"no tensors", pickle.dumps({}), (2**40).to_bytes(8, "little")])
+def test_damaged_shard_is_rejected(shards, data):
+    (path,) = shards.iterdir()
+    path.write_bytes(data)
+    with pytest.raises(StorageError, match="broken"):
         load_shards(shards, "model", like())
 
 
-@pytest.mark.parametrize("path", ["../mark", "/etc/passwd", "missing"])
-def test_metadata_that_lead_out_of_their_folder_are_refused(shards, path):
-    def change(found):
-        next(iter(found.storage_data.values())).relative_path = path
-
-    rewrite(shards, change)
-    with pytest.raises(StorageError, match="not a file in the folder"):
-        load_shards(shards, "model", like())
-
-
-@pytest.mark.parametrize("data", [b"", b"no metadata", pickle.dumps({}), pickle.dumps(torch.Size([1]))])
-def test_foreign_checkpoint_metadata_is_rejected(shards, data):
-    (shards / ".metadata").write_bytes(data)
+def test_missing_shards_are_rejected(shards):
+    shutil.rmtree(shards)
+    shards.mkdir()
     with pytest.raises(StorageError, match="broken"):
         load_shards(shards, "model", like())
 
@@ -196,16 +176,10 @@ OF_A_FILE = {
 @pytest.mark.parametrize("data", OF_A_FILE.values(), ids=OF_A_FILE)
 def test_non_plain_value_is_rejected(data):
     with pytest.raises(UnpicklingError):
-        load_pickle(data, {"torch.Size": torch.Size})
-
-
-def test_a_pickle_cannot_change_a_class():
-    with pytest.raises(UnpicklingError, match="modifies a class"):
-        load_pickle(OF_A_FILE["a class that is changed"], {"torch.Size": torch.Size})
+        load_pickle(data)
 
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_plain_values_are_read(protocol):
-    value = {"a": [1, 2.5, "text", b"bytes", None, True, (1, 2)], "b": {3}}
-    known = {"builtins.set": set, "__builtin__.set": set, "_codecs.encode": __import__("codecs").encode}
-    assert load_pickle(pickle.dumps(value, protocol), known) == value
+    value = {"a": [1, 2.5, "text", None, True, (1, 2)], "b": {}}
+    assert load_pickle(pickle.dumps(value, protocol)) == value

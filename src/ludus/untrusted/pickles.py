@@ -1,16 +1,14 @@
-"""Restricted unpickling: a pickle may only reference listed globals, and runs no code.
+"""Restricted unpickling of plain values: a pickle may not reference globals, and runs no code.
 
-Uses the pure Python interpreter, whose opcode table can be restricted: persistent ids, extension codes,
-`BUILD` on a class, and opcodes that allocate as many bytes as the file claims are refused.
+Uses the pure Python interpreter, whose opcode table can be restricted: persistent ids, extension codes, and opcodes
+that allocate as many bytes as the file claims are refused.
 """
 
 from __future__ import annotations
 
 import io
 import pickle
-from collections.abc import Mapping
 from pickle import UnpicklingError
-from types import MappingProxyType
 from typing import ClassVar
 
 _REFUSED = (
@@ -20,35 +18,18 @@ _REFUSED = (
 _ERRORS = (ValueError, TypeError, KeyError, IndexError, AttributeError, EOFError, OverflowError, MemoryError)
 
 
-def _build(unpickler: pickle.Unpickler) -> None:
-    assert isinstance(unpickler, _Restricted)
-    if isinstance(unpickler.stack[-2], type):
-        raise UnpicklingError("it modifies a class")
-    _OPCODES[pickle.BUILD[0]](unpickler)
-
-
-_OPCODES = pickle._Unpickler.dispatch
-_ALLOWED = {code: handler for code, handler in _OPCODES.items() if bytes([code]) not in _REFUSED}
-
-
 class _Restricted(pickle._Unpickler):
-    dispatch: ClassVar = _ALLOWED | {pickle.BUILD[0]: _build}
-    stack: list[object]
-
-    def __init__(self, data: bytes, allowed: Mapping[str, object]) -> None:
-        super().__init__(io.BytesIO(data))
-        self._allowed = allowed
+    dispatch: ClassVar = {
+        code: handler for code, handler in pickle._Unpickler.dispatch.items() if bytes([code]) not in _REFUSED
+    }
 
     def find_class(self, module: str, name: str) -> object:
-        """Raise UnpicklingError unless the global is listed."""
-        if f"{module}.{name}" not in self._allowed:
-            raise UnpicklingError(f"it references {module}.{name}")
-        return self._allowed[f"{module}.{name}"]
+        raise UnpicklingError(f"it references {module}.{name}")
 
 
-def load_pickle(data: bytes, known: Mapping[str, object] = MappingProxyType({})) -> object:
-    """Return the object of a pickle whose globals are all `known` by dotted name. Raises UnpicklingError otherwise."""
+def load_pickle(data: bytes) -> object:
+    """Return the object of a pickle of plain values. Raises UnpicklingError for any other."""
     try:
-        return _Restricted(data, known).load()
+        return _Restricted(io.BytesIO(data)).load()
     except _ERRORS as error:
         raise UnpicklingError(f"{type(error).__name__}: {error}") from error

@@ -16,9 +16,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
-from functools import cache
 from pathlib import Path
-from pickle import UnpicklingError
 from types import MappingProxyType
 from typing import TYPE_CHECKING
 
@@ -34,11 +32,9 @@ from ludus.rollouts.ledger import AccountingError, LedgerState
 from ludus.training.distributed.collectives import full_state_dict, is_sharded
 from ludus.training.learner.optimizer import Optimizer
 from ludus.training.run.run_dir import damaged, list_checkpoints, write_manifest
-from ludus.untrusted.pickles import load_pickle
 
 if TYPE_CHECKING:
     from torch import nn
-    from torch.distributed.checkpoint.metadata import Metadata
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 
@@ -53,23 +49,15 @@ def save_shards(
 
     Collective. Raises StorageError on all ranks if one cannot write.
     """
+    from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemWriter
-    from torch.distributed.checkpoint.metadata import StorageMeta
-    from torch.distributed.checkpoint.state_dict_saver import save
-
-    class Writer(FileSystemWriter):
-        """Writer without paths or random ids, so that equal tensors produce equal files."""
-
-        def storage_meta(self) -> StorageMeta:
-            return StorageMeta()
 
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     tensors_by_name = {"model": weights, "optimizer": optimizer.state_dict(), **parts}
     tensors = {f"{part}/{name}": t for part, by_name in tensors_by_name.items() for name, t in by_name.items()}
     try:
         with _quiet():
-            save(tensors, storage_writer=Writer(folder))
+            save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
     except CheckpointException as error:
         rank = min(error.failures)
         cause, _ = error.failures[rank]
@@ -83,68 +71,23 @@ def load_shards(folder: Path, part: str, like: Mapping[str, torch.Tensor]) -> di
     """Return the tensors of a part, sharded as those of `like`, which are overwritten.
 
     Names missing in `like` are returned without data. Empty if the part is missing. Raises StorageError for
-    damaged files, and for metadata that lists other objects than tensors in files of this folder.
+    damaged files.
     """
+    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
     from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.filesystem import FileSystemReader
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    class Reader(FileSystemReader):
-        """Reader that parses the metadata with a restricted unpickler."""
-
-        def read_metadata(self, *args: object, **kwargs: object) -> Metadata:
-            return _read_metadata(folder)
 
     try:
-        known = _read_metadata(folder).state_dict_metadata
+        reader = HuggingFaceStorageReader(str(folder))
+        known = reader.read_metadata().state_dict_metadata
+        if not known:
+            raise ValueError("it has no tensors")
         names = [name.removeprefix(f"{part}/") for name in known if name.startswith(f"{part}/")]
         wanted: dict[str, torch.Tensor] = {f"{part}/{name}": like[name] for name in names if name in like}
         with _quiet():
-            load(wanted, storage_reader=Reader(folder))
-    except (OSError, EOFError, UnpicklingError, RuntimeError, CheckpointException) as error:
+            load(wanted, storage_reader=reader)
+    except (OSError, SafetensorError, ValueError, KeyError, TypeError, CheckpointException) as error:
         raise StorageError(f"{folder} is broken: {error}.", "Remove its checkpoint, and resume.") from error
     return {name: wanted.get(f"{part}/{name}", torch.empty(0)) for name in names}
-
-
-@cache
-def _metadata_types() -> dict[str, object]:
-    """Return the types that `torch.distributed.checkpoint` pickles for tensors, by dotted name."""
-    from torch.distributed.checkpoint import filesystem, metadata
-    from torch.serialization import _get_layout
-
-    kinds: list[type] = [
-        metadata.Metadata,
-        metadata.MetadataIndex,
-        metadata.StorageMeta,
-        metadata.TensorStorageMetadata,
-        metadata.TensorProperties,
-        metadata.ChunkStorageMetadata,
-        metadata._MEM_FORMAT_ENCODING,
-        filesystem._StorageInfo,
-    ]
-    known: dict[str, object] = {f"{kind.__module__}.{kind.__name__}": kind for kind in kinds}
-    known |= {f"torch.{name}": dtype for name, dtype in vars(torch).items() if isinstance(dtype, torch.dtype)}
-    return known | {"torch.Size": torch.Size, "torch.serialization._get_layout": _get_layout}
-
-
-def _read_metadata(folder: Path) -> Metadata:
-    """Read the metadata. Raises UnpicklingError for contents that `save_shards` does not write."""
-    from torch.distributed.checkpoint.metadata import Metadata, StorageMeta, TensorStorageMetadata
-
-    parsed = load_pickle((folder / ".metadata").read_bytes(), _metadata_types())
-    if type(parsed) is not Metadata:
-        raise UnpicklingError("it is not the metadata of a checkpoint")
-    try:
-        kinds = {type(entry) for entry in parsed.state_dict_metadata.values()}
-        file_names = {str(info.relative_path) for info in parsed.storage_data.values()}
-    except AttributeError as error:
-        raise UnpicklingError(str(error)) from error
-    if kinds - {TensorStorageMetadata}:  # torch would unpickle other kinds of entry without restrictions
-        raise UnpicklingError("it lists something other than a tensor")
-    if outside := file_names - {path.name for path in folder.iterdir()}:
-        raise UnpicklingError(f"it names {min(outside)}, which is not a file in the folder")
-    parsed.storage_meta = StorageMeta()
-    return parsed
 
 
 @contextmanager
