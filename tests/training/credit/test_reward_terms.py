@@ -14,14 +14,9 @@ from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
+from ludus.rewards.registry import training_parts
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path, write_rollouts
-from ludus.training.collection.reward_mixing import (
-    RewardMixer,
-    check_reward_settings,
-    parts_of,
-    plan_parts,
-    uses_turn_rewards,
-)
+from ludus.training.collection.reward_mixing import RewardMixer, check_reward_settings, plan_parts
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.credit.turn_rewards import calibrate, events_of
 from ludus.types import Segment, ToolOutcome, ToolStatus
@@ -87,7 +82,8 @@ def test_values_proposed_by_the_error_are_accepted(rewards):
 @pytest.mark.parametrize("recipe", ["code", "functions", "math", "mixed", "search", "sql", "terminal"])
 def test_sigmoid_length_term_is_accepted_in_every_recipe(recipe):
     config = load_config(recipe, ["--rewards.length.kind", "sigmoid"])
-    plan_parts(config, parts_of(config, build_world(config.env, config.rollout, config.sandbox)))
+    world = build_world(config.env, config.rollout, config.sandbox)
+    plan_parts(config, training_parts(config.rewards, world.rewards))
 
 
 @pytest.mark.parametrize(
@@ -165,7 +161,6 @@ def test_turn_rewards_with_an_outcome_advantage_are_rejected(tmp_path):
     world = type("World", (), {"rewards": WORLD, "tasks": lambda self, split: []})()
     with pytest.raises(ConfigError, match="the advantage grpo uses no turn rewards"):
         check_reward_settings(config, world)
-    assert uses_turn_rewards(PRESETS["turn_grpo"])
 
 
 def test_calibrate_command_prints_turn_rewards_for_a_run(tiny_run, tmp_path):

@@ -21,10 +21,10 @@ from ludus.envs.registry import build_world
 from ludus.errors import UserError
 from ludus.evaluation.stats import cohens_kappa
 from ludus.rewards.base import success
+from ludus.rewards.registry import training_parts
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.rollout_files import read_rollouts
 from ludus.rollouts.scheduler import Episode
-from ludus.training.collection.reward_mixing import parts_of
 from ludus.training.credit import turn_rewards
 from ludus.training.credit.advantages import BASELINE
 from ludus.training.credit.turn_rewards import Alignment, EventRewards
@@ -35,7 +35,7 @@ def print_calibration(console: Console, config: Config, files: Sequence[Path], t
     """Print turn events, their correlation with success, their alignment, and the resulting settings."""
     world = build_world(config.env, config.rollout, config.sandbox)
     groups = recorded_groups(config, world, files)
-    parts = parts_of(config, world)
+    parts = training_parts(config.rewards, world.rewards)
     attempts = [(one.trajectory, success(parts, one.trajectory)) for group in groups for one in group]
     if not attempts:
         raise UserError("The run has no completed rollouts.", "Inspect it with `ludus show`.")

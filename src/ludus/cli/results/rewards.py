@@ -161,11 +161,12 @@ def find_tasks(world: World, ids: set[str]) -> dict[str, Task]:
 def _reward_mixer(config: Config, world: World) -> RewardMixer | None:
     if config.rewards.is_default:
         return None
+    from ludus.algorithms.algorithm import Need
     from ludus.algorithms.spec.resolve import resolve
-    from ludus.training.collection.reward_mixing import build_reward_mixer, check_reward_settings, uses_turn_rewards
+    from ludus.training.collection.reward_mixing import build_reward_mixer, check_reward_settings
 
     check_reward_settings(config, world)
-    return build_reward_mixer(config, world, uses_turn_rewards(resolve(config.algorithm)))
+    return build_reward_mixer(config, world, resolve(config.algorithm).advantage_spec.has(Need.OPTIONAL_TURN_REWARDS))
 
 
 def _combined(

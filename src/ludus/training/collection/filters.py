@@ -1,8 +1,6 @@
 """Filters on the tasks and samples of a step, and the algorithm state that persists between steps.
 
-GRESO (arXiv:2506.02177) skips tasks that probably have zero reward variance: a task whose last groups
-had equal rewards is skipped with the probability of `GresoState`, and the next task of the order replaces it.
-
+GRESO (arXiv:2506.02177) skips tasks that probably have zero reward variance, with the probability of `GresoState`.
 Staleness: the age of a token trained at step `s` is `s - 1` minus the version that sampled it: the number of
 updates between the sampling weights and the weights being updated.
 """
@@ -54,28 +52,24 @@ class AlgorithmState:
         saved = json.loads(text) if text else {}
         averages = RoleBaselines.from_json(saved["averages"]) if "averages" in saved else RoleBaselines()
         decay = algorithm.number("advantage", "decay") if algorithm.advantage_spec.has(Need.ROLE_BASELINES) else 0.95
-        greso = GresoState(**saved.get("greso", {}))
-        entropy = saved.get("initial_entropy")
-        untrained_tasks = tuple(map(str, saved.get("owed", ())))
         return cls(
-            replace(averages, decay=decay),
-            greso,
-            saved.get("position", 0),
-            entropy,
-            untrained_tasks,
-            saved.get("untrained_counts", {}),
+            averages=replace(averages, decay=decay),
+            greso=GresoState(**saved.get("greso", {})),
+            position=saved.get("position", 0),
+            initial_entropy=saved.get("initial_entropy"),
+            untrained_tasks=tuple(saved.get("owed", ())),
+            untrained_counts=saved.get("untrained_counts", {}),
         )
 
     def to_json(self) -> str:
         """Serialize the state to one line, as read by `start`."""
-        greso = asdict(self.greso)
-        parts = {"averages": self.averages.to_json(), "greso": greso, "position": self.position}
-        if self.initial_entropy is not None:
-            parts["initial_entropy"] = self.initial_entropy
-        if self.untrained_tasks:
-            parts["owed"] = list(self.untrained_tasks)
-        if self.untrained_counts:
-            parts["untrained_counts"] = dict(self.untrained_counts)
+        parts = {"averages": self.averages.to_json(), "greso": asdict(self.greso), "position": self.position}
+        optional = {
+            "initial_entropy": self.initial_entropy,
+            "owed": self.untrained_tasks or None,
+            "untrained_counts": self.untrained_counts or None,
+        }
+        parts |= {name: value for name, value in optional.items() if value is not None}
         return json.dumps(parts, sort_keys=True)
 
 
@@ -134,11 +128,6 @@ def record_greso_visits(
         before = visits.get(task, Visit(task, not varied[sample.group], easy=True))
         visits[task] = replace(before, easy=before.easy and solved)
     return replace(state, greso=state.greso.update(list(visits.values()), SETTINGS))
-
-
-def greso_metrics(state: AlgorithmState, skipped: int) -> dict[str, float]:
-    """Return the number of skipped tasks and the current skip probabilities."""
-    return {"greso/skipped": float(skipped), "greso/p_easy": state.greso.p_easy, "greso/p_hard": state.greso.p_hard}
 
 
 def filter_low_variance(samples: Sequence[TrainingSample], algorithm: Algorithm) -> list[TrainingSample]:

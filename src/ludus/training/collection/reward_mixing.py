@@ -1,7 +1,6 @@
 """Combine reward parts into the training reward: weight schedules, gates, ranks, normalization.
 
-Takes a step's scored episodes, including the extra parts of the settings (`add_extra_parts`), and returns them
-with a new `reward` (and `turn_rewards` if there is a process model). Parts are still recorded by name.
+Episodes get a new `reward` (and `turn_rewards` if there is a process model); parts are still recorded by name.
 Default settings need no mixer. Evaluations are not affected.
 """
 
@@ -97,7 +96,7 @@ def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[RewardPart, .
         raise ConfigError("rewards.caps must not cap an outcome.", "Cap the other parts.")
     if any(0 in (p.weight.start, p.weight.end) for p in parts if p.outcome and p.weight.kind != "constant"):
         raise ConfigError("The weight of an outcome starts or ends at 0.", "Keep it above 0 throughout.")
-    for step in (0, part_steps(config)):
+    for step in (0, settings.schedule_steps or config.training.steps):
         outcomes = [part.weight.at(step) for part in parts if part.outcome]
         if min(outcomes) < 0 or max(outcomes) == 0:
             raise ConfigError("No outcome has a weight above 0.", "See rewards.weights and weights_end.")
@@ -107,27 +106,15 @@ def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[RewardPart, .
     return parts
 
 
-def part_steps(config: Config) -> int:
-    """Return the length of the weight schedule."""
-    return config.rewards.schedule_steps or config.training.steps
-
-
-def parts_of(config: Config, world: World) -> Sequence[Reward]:
-    """Return the reward parts: those of the preset, otherwise the world's, and the enabled extras.
-
-    Raises ConfigError for an unknown or duplicate part.
-    """
-    return training_parts(config.rewards, world.rewards)
-
-
 def check_reward_settings(config: Config, world: World) -> None:
     """Validate the reward settings before anything is written. Raises UserError."""
     settings, algorithm = config.rewards, resolve(config.algorithm)
-    check_binary_rewards(algorithm, settings, parts_of(config, world))
+    parts = training_parts(settings, world.rewards)
+    check_binary_rewards(algorithm, settings, parts)
     if settings.is_default:
         return
-    plan_parts(config, parts_of(config, world))
-    if settings.rewards_turns and not uses_turn_rewards(algorithm):
+    plan_parts(config, parts)
+    if settings.rewards_turns and not algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS):
         name = "turns" if settings.turns else "turn_verifier_weight"
         raise ConfigError(
             f"rewards.{name} would have no effect: the advantage {algorithm.advantage} uses no turn rewards.",
@@ -199,12 +186,7 @@ def make_reward_mixer(session: TrainingSession, algorithm: Algorithm) -> RewardM
                 f"The reward model {path} has a different vocabulary from the policy.",
                 "Train one from this policy's model.",
             )
-    return build_reward_mixer(config, session.world, uses_turn_rewards(algorithm))
-
-
-def uses_turn_rewards(algorithm: Algorithm) -> bool:
-    """Return whether the algorithm uses turn rewards."""
-    return algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS)
+    return build_reward_mixer(config, session.world, algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS))
 
 
 async def add_extra_parts(
@@ -229,11 +211,10 @@ async def add_extra_parts(
 
 def build_reward_mixer(config: Config, world: World, takes_turns: bool) -> RewardMixer:
     """Build the configured reward mixer; loads the reward model if there is one."""
-    settings, parts = config.rewards, parts_of(config, world)
-    models = settings.models
+    settings, models = config.rewards, config.rewards.models
     return RewardMixer(
         settings=settings,
-        parts=plan_parts(config, parts),
+        parts=plan_parts(config, training_parts(settings, world.rewards)),
         adds=has_extra_rewards(settings),
         microbatch_tokens=config.training.microbatch_tokens,
         takes_turns=takes_turns,
@@ -392,7 +373,8 @@ class RewardMixer:
         if len(self.settings.models) > 1:
             rewards[MODEL_STD] = judgement.std
         updated = replace(trajectory, rewards={**trajectory.rewards, **rewards})
-        if not self._sets_turn_rewards or not self._is_open(updated):
+        is_closed = self.settings.aggregation == "gated" and self._gate_values([updated])[0] <= FULL
+        if not self._sets_turn_rewards or is_closed:
             return updated
         weight = part.weight.at(step - 1)
         turn_rewards = [weight * min(value, part.high) / len(values) for value in values]
@@ -404,11 +386,6 @@ class RewardMixer:
     def _sets_turn_rewards(self) -> bool:
         is_process = self.model is not None and self.model.kind == "process"
         return is_process and self.takes_turns and self.settings.aggregation != "pareto"
-
-    def _is_open(self, trajectory: Trajectory) -> bool:
-        if self.settings.aggregation != "gated":
-            return True
-        return bool(self._gate_values([trajectory])[0] > FULL)
 
     def _gate_values(self, trajectories: Sequence[Trajectory]) -> Tensor:
         gate = self.settings.gate
@@ -500,7 +477,8 @@ def _schedule(config: Config, name: str, weight: float) -> Schedule:
     settings = config.rewards
     if name not in settings.weights_end:
         return Schedule("constant", weight)
-    return Schedule(settings.schedule, weight, settings.weights_end[name], part_steps(config))
+    steps = settings.schedule_steps or config.training.steps
+    return Schedule(settings.schedule, weight, settings.weights_end[name], steps)
 
 
 def _check_outweigh(parts: Sequence[RewardPart], config: Config, step: int) -> None:

@@ -1,7 +1,4 @@
-"""Collect rollouts: sample groups of episodes for tasks and compute the training samples of a step.
-
-It never changes weights. Its state covers the algorithm, GRESO and partial rollouts.
-"""
+"""Collect rollouts: sample groups of episodes for tasks and compute the training samples of a step."""
 
 from __future__ import annotations
 
@@ -17,7 +14,7 @@ from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.config.schema import Config
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import Engine
-from ludus.envs.base import TaskSequence, World
+from ludus.envs.base import TaskSequence
 from ludus.errors import WorldError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
 from ludus.rollouts.group_queue import StreamedGroup
@@ -108,7 +105,6 @@ class RolloutCollector:
 
     @property
     def state(self) -> CollectorState:
-        """Return the current state."""
         moments = "" if self.reward_mixer is None else self.reward_mixer.moments.to_json()
         if self.partial is None:
             return CollectorState(self.algorithm_state, self.skipped, moments)
@@ -121,13 +117,13 @@ class RolloutCollector:
         if not (config.rollout.partial.is_set or waiting):
             return
         limits = scheduler.limits
-        if (max_open := max_sessions(self.session.world)) is not None:
+        if (max_open := self.session.world.episodes_at_once) is not None:
             limits = replace(limits, concurrency=min(limits.concurrency, max_open // 2))
-        scheduler = replace(scheduler, limits=limits)
-        self.partial = PartialRollouts(scheduler, step_budget(config), waiting, self.reporter.episode)
+        settings = config.rollout.partial
+        budget = StepBudget(settings.tokens or None, settings.seconds or None, max_waits_of(config))
+        self.partial = PartialRollouts(replace(scheduler, limits=limits), budget, waiting, self.reporter.episode)
 
     async def close(self) -> None:
-        """Cancel the unfinished episodes."""
         if self.partial is not None:
             await self.partial.close()
 
@@ -156,9 +152,10 @@ class RolloutCollector:
             first_group = max(first_group, number * num_tasks)
             samples += await self.make_samples(step, groups, first_group)
             first_group += len(groups)
-            if num_training_groups(samples) >= num_tasks or self._budget_is_spent:
-                return self.apply_batch_filters(self.normalize_batch(samples))
-        self._warn_short_batch(step, num_training_groups(samples), num_tasks)
+            if num_training_groups(samples) >= num_tasks or (self.partial is not None and self.partial.is_spent):
+                break
+        else:
+            self._warn_short_batch(step, num_training_groups(samples), num_tasks)
         return self.apply_batch_filters(self.normalize_batch(samples))
 
     def _replace_trained(self, step: int, tasks: Sequence[Task], order: TaskSequence) -> Sequence[Task]:
@@ -182,10 +179,6 @@ class RolloutCollector:
                 remaining = tuple(task.id for task in untrained_tasks)
                 self.algorithm_state = replace(self.algorithm_state, untrained_tasks=remaining)
         return chosen
-
-    @property
-    def _budget_is_spent(self) -> bool:
-        return self.partial is not None and self.partial.is_spent
 
     def _warn_short_batch(self, step: int, num_groups: int, target: int) -> None:
         """Log once per run that all rounds were used before the batch was full."""
@@ -220,12 +213,10 @@ class RolloutCollector:
 
     @property
     def group_size(self) -> int:
-        """Return the number of episodes per task, including the greedy one."""
         return self.algorithm.group_size + (self.algorithm.advantage_spec.has(Need.GREEDY_ROLLOUT))
 
     @property
     def overlong_limit(self) -> int:
-        """Return the longest episode for soft overlong punishment, in tokens."""
         return overlong_limit(self.session.config, self.algorithm)
 
     def requests(self, step: int, task: Task, spare: int = 0) -> list[RolloutRequest]:
@@ -330,7 +321,7 @@ class RolloutCollector:
         """Run an evaluation with the engine's current weights."""
         session, sampling = self.session, SamplingPlan("evaluate", plan.temperature, plan.seed)
         scheduler = self._make_scheduler(session.config.rollout, sampling, Ledger())
-        if self.partial is not None and (max_open := max_sessions(session.world)) is not None:
+        if self.partial is not None and (max_open := session.world.episodes_at_once) is not None:
             concurrency = min(scheduler.limits.concurrency, max_open - self.partial.num_open)
             scheduler = replace(scheduler, limits=replace(scheduler.limits, concurrency=concurrency))
         tasks = session.world.tasks(plan.split)
@@ -346,20 +337,9 @@ def filter_batch(samples: Sequence[TrainingSample], algorithm: Algorithm, max_le
     return with_estimates(samples, algorithm, max_length)
 
 
-def max_sessions(world: World) -> int | None:
-    """Return the sandbox's session limit for concurrent episodes, or None if there is none."""
-    return world.episodes_at_once
-
-
 def max_waits_of(config: Config) -> int:
     """Return the number of extra steps that `staleness.max_staleness` allows an episode."""
     return config.staleness.max_staleness - (config.training.one_step_behind)
-
-
-def step_budget(config: Config) -> StepBudget:
-    """Return the budget of `rollout.partial`."""
-    partial = config.rollout.partial
-    return StepBudget(partial.tokens or None, partial.seconds or None, max_waits_of(config))
 
 
 def overlong_limit(config: Config, algorithm: Algorithm) -> int:

@@ -41,7 +41,7 @@ from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.reward_executor import scoring_concurrency
 from ludus.rollouts.rollout_files import rollouts_path, times_path, write_rollouts
 from ludus.rollouts.scheduler import Episode
-from ludus.training.collection.filters import StreakGuard, empty_batch_guard, ess_guard, ess_warning, greso_metrics
+from ludus.training.collection.filters import StreakGuard, empty_batch_guard, ess_guard, ess_warning
 from ludus.training.collection.prompt_stream import waiting_texts
 from ludus.training.collection.rollout_collector import CollectorState, EpisodeReporter, RolloutCollector
 from ludus.training.credit.advantages import TrainingSample, equal_groups
@@ -307,7 +307,9 @@ class SyncTrainer(EvaluatedTrainer):
         probe = extra.pop("sync/probe_gap", None)
         metrics |= extra | counts.metrics() | ({} if probe is None else {"sync/probe_gap": probe})
         if collector.algorithm.greso:
-            metrics |= greso_metrics(self.collector_state.algorithm_state, self.collector_state.skipped)
+            greso = self.collector_state.algorithm_state.greso
+            metrics |= {"greso/skipped": float(self.collector_state.skipped)}
+            metrics |= {"greso/p_easy": greso.p_easy, "greso/p_hard": greso.p_hard}
         return metrics | dict(self.collector_state.partial)
 
     async def end_step(

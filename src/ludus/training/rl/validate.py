@@ -29,7 +29,7 @@ from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.scheduler import episode_limits, sampling_params
 from ludus.training.collection.replay_buffer import check_sources
 from ludus.training.collection.reward_mixing import check_reward_settings, reward_warnings
-from ludus.training.collection.rollout_collector import max_sessions, max_waits_of
+from ludus.training.collection.rollout_collector import max_waits_of
 from ludus.training.credit.advantages import ROLE
 from ludus.training.datasets.token_limits import check_prompts
 from ludus.training.rl.sync_trainer import task_order
@@ -263,7 +263,7 @@ def check_partial(config: Config, world: World) -> None:
     if config.cluster.enabled:
         hint = "With --cluster set training.mode = 'async', which streams episodes."
         raise ConfigError("rollout.partial needs episodes that run in the learner's process.", hint)
-    if (room := max_sessions(world)) is not None and room < 2:
+    if (room := world.episodes_at_once) is not None and room < 2:
         text = "rollout.partial needs at least two sandbox sessions: one may belong to an episode that waits."
         raise ConfigError(text, "Raise sandbox.sessions or unset rollout.partial.")
 

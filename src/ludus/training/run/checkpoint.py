@@ -49,8 +49,9 @@ def save_shards(
 
     Collective. Raises StorageError on all ranks if one cannot write.
     """
-    from torch.distributed.checkpoint import HuggingFaceStorageWriter, save
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
+    from torch.distributed.checkpoint.state_dict_saver import save
 
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     tensors_by_name = {"model": weights, "optimizer": optimizer.state_dict(), **parts}
@@ -73,8 +74,9 @@ def load_shards(folder: Path, part: str, like: Mapping[str, torch.Tensor]) -> di
     Names missing in `like` are returned without data. Empty if the part is missing. Raises StorageError for
     damaged files.
     """
-    from torch.distributed.checkpoint import HuggingFaceStorageReader, load
     from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.state_dict_loader import load
 
     try:
         reader = HuggingFaceStorageReader(str(folder))
