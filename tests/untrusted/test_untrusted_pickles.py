@@ -1,6 +1,5 @@
 """Pickles in foreign files: no reader executes them, and each error names the refused file."""
 
-import io
 import json
 import pickle
 import shutil

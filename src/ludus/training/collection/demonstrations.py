@@ -18,7 +18,6 @@ from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.chat.render import Renderer
 from ludus.engines.models.loading import num_positions
 from ludus.errors import UserError
-from ludus.rewards.base import Reward
 from ludus.rollouts.ledger import Ledger, RolloutKey
 from ludus.rollouts.scheduler import Episode, RolloutRequest, rollout_for, scheduler
 from ludus.tools.base import Tool
@@ -50,18 +49,15 @@ class DemonstrationSession:
 
     @property
     def segments(self) -> tuple[Segment, ...]:
-        """Return prompt, actions and observations so far, without log-probabilities and versions."""
         return tuple(self._segments)
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
-        """Render the prompt."""
         self._tools = tools
         self._history += messages
         fits = self._append(Segment("prompt", self.renderer.prompt(messages, tools), agent=EXPERT))
         return None if fits else StopReason.PROMPT_TOO_LONG
 
     async def act(self) -> Action | StopReason:
-        """Render the next message and parse its tokens."""
         if self._turn == len(self.messages):
             return StopReason.MAX_TURNS
         turn, message = self._turn, self.messages[self._turn]
@@ -74,7 +70,6 @@ class DemonstrationSession:
         return action
 
     def observe(self, messages: Sequence[Message]) -> StopReason | None:
-        """Render the environment's messages."""
         self._history += messages
         tokens = self.renderer.observation(messages)
         fits = self._append(Segment("observation", tokens, self._turn - 1, agent=EXPERT))
@@ -158,12 +153,13 @@ class Demonstrations:
 
     def _rejection_reason(self, episode: Episode) -> str:
         """Return why an expert is rejected, or an empty string."""
-        played, config = episode.trajectory, self.session.config
+        played = episode.trajectory
         if played.failure is not None:
             return played.failure.error
         if played.stop_reason in _TOO_LONG:
-            return f"it exceeds rollout.max_seq_len ({config.rollout.max_seq_len})."
-        if any(played.rewards.get(part.name, 0.0) > 0 for part in self._outcome_parts):
+            return f"it exceeds rollout.max_seq_len ({self.session.config.rollout.max_seq_len})."
+        outcomes = [part.name for part in self.session.world.rewards if part.outcome and part.weight > 0]
+        if any(played.rewards.get(name, 0.0) > 0 for name in outcomes):
             return ""
         turns = f"{played.num_turns} turn{'s' * (played.num_turns != 1)}"
         ended = f"its episode has no positive outcome and ended with {played.stop_reason} after {turns}"
@@ -172,15 +168,10 @@ class Demonstrations:
             return f"{ended}."
         return f"{ended}; the call of {errors[0].tool!r} failed ({errors[0].status}): {errors[0].output[:200]}"
 
-    @property
-    def _outcome_parts(self) -> list[Reward]:
-        return [part for part in self.session.world.rewards if part.outcome and part.weight > 0]
-
     def _task_dialogues(self, task: Task) -> Sequence[Sequence[Message]]:
         if self.given is not None:
             return self.given.get(task.id, ())
-        world = self.session.world
-        shown = world.expert(task)
+        shown = self.session.world.expert(task)
         return () if shown is None else (_assistant_messages(shown.messages, task.prompt),)
 
 

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import json
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Final
 
@@ -53,13 +54,14 @@ class StreamState:
         lines = [json.dumps({"next_number": self.next_number})]
         for group in self.groups:
             task = group.requests[0].task.id
-            ended = [i for i in sorted(group.done) if _is_stored(group, i)]
+            # failed episodes are sampled again if the group continues
+            ended = [i for i in sorted(group.done) if not (group.counts and group.done[i].trajectory.failure)]
             head = {"group": group.number, "task": task, "version": group.version, "ended": ended}
             members, step = sum(not request.greedy for request in group.requests), group.requests[0].key.step
             head |= {"counts": group.counts, "members": members, "step": step, "begun": sorted(group.begun)}
             lines.append(json.dumps(head))
             lines += [episode_line(group.done[index]) for index in ended]
-            lines += [_started_line(group.begun[index], task) for index in sorted(group.begun)]
+            lines += [episode_line(_so_far(group.begun[i], group.requests[0].task)) for i in sorted(group.begun)]
         return "\n".join(lines) + "\n"
 
     @classmethod
@@ -68,7 +70,7 @@ class StreamState:
 
         Raises StorageError if the text is invalid or a task is unknown.
         """
-        try:
+        with reading("episodes"):
             lines = iter([json.loads(line) for line in text.splitlines()])
             next_number, groups, unwanted = int(next(lines)["next_number"]), [], []
             for head in lines:
@@ -77,14 +79,22 @@ class StreamState:
                 done = {index: read_episode(next(lines), task, index >= members) for index in head["ended"]}
                 gone = [done.pop(index) for index in head["ended"] if index >= len(own)]
                 unwanted += [one for one in gone if one.trajectory.failure is None]
-                begun = {index: _read_started(next(lines)) for index in head["begun"]}
+                waiting = {index: read_episode(next(lines), task, False) for index in head["begun"]}
+                begun = {index: StartedEpisode(one.key, one.trajectory.segments) for index, one in waiting.items()}
                 groups.append(StreamedGroup(head["group"], own, head["version"], done, head["counts"], begun))
-        except (ValueError, TypeError, KeyError, IndexError, StopIteration) as error:
-            raise StorageError(
-                f"The checkpoint's episodes cannot be read: {error!r}.",
-                "Remove this checkpoint and resume from the one before.",
-            ) from error
         return cls(next_number, tuple(groups), tuple(unwanted))
+
+
+@contextmanager
+def reading(what: str) -> Iterator[None]:
+    """Convert the errors of parsing a checkpoint's `what` into a StorageError."""
+    try:
+        yield
+    except (ValueError, TypeError, KeyError, IndexError, StopIteration) as error:
+        raise StorageError(
+            f"The checkpoint's {what} cannot be read: {error!r}.",
+            "Remove this checkpoint and resume from the one before.",
+        ) from error
 
 
 def waiting_texts(groups: Sequence[StreamedGroup]) -> dict[str, str]:
@@ -92,22 +102,9 @@ def waiting_texts(groups: Sequence[StreamedGroup]) -> dict[str, str]:
     return {WAITING_FILE: StreamState(0, tuple(groups)).to_text()} if groups else {}
 
 
-def _is_stored(group: StreamedGroup, index: int) -> bool:
-    """Return whether a finished episode is stored; failed ones are retried if the group continues."""
-    return not group.counts or group.done[index].trajectory.failure is None
-
-
-def _started_line(begun: StartedEpisode, task_id: str) -> str:
-    """Serialize a waiting episode (an unfinished attempt) to a line of JSON."""
-    key = begun.key
-    so_far = Trajectory(task_id, key.sample, begun.segments, (), StopReason.TRUNCATED)
-    return rollout_line(RolloutRecord(key.step, task_id, RolloutOutcome.DROPPED, "waits", so_far, None, key.attempt))
-
-
-def _read_started(data: object) -> StartedEpisode:
-    """Read the output of `_started_line`. Raises as `read_episode`."""
-    record = parse_rollout(data)
-    return StartedEpisode(record.key, record.trajectory.segments)
+def _so_far(begun: StartedEpisode, task: Task) -> Episode:
+    """Return a waiting episode as an unfinished attempt."""
+    return Episode(begun.key, task, Trajectory(task.id, begun.key.sample, begun.segments, (), StopReason.TRUNCATED))
 
 
 def episode_line(episode: Episode) -> str:
@@ -164,15 +161,12 @@ class PromptStream:
 
         They can collide if an earlier run had a different group count per step or task order.
         """
-        first = [group.requests[0] for group in groups]
-        if all(self._would_request(request, group.number) for request, group in zip(first, groups, strict=True)):
+        greso, first = self.collector.algorithm.greso, [group.requests[0].key for group in groups]
+        numbered = [(key, group.number) for key, group in zip(first, groups, strict=True)]
+        same_steps = all(key.step == self._step(number) for key, number in numbered)
+        if same_steps and (greso or all(key.task_id == self.order.take(n, 1)[0].id for key, n in numbered)):
             return number
-        return max(number, *(request.key.step * self.per_step for request in first))
-
-    def _would_request(self, request: RolloutRequest, number: int) -> bool:
-        """Return whether group `number` would have this request; with GRESO any group may."""
-        same_task = self.collector.algorithm.greso or self.order.take(number, 1)[0].id == request.key.task_id
-        return same_task and request.key.step == self._step(number)
+        return max(number, *(key.step * self.per_step for key in first))
 
     def counts(self, group: Sequence[Episode]) -> bool:
         """Return whether a group counts towards a batch: no member may have failed permanently.

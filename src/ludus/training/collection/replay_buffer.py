@@ -11,19 +11,20 @@ import json
 import re
 import statistics
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Final
 
 from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.config.schema import Config
 from ludus.config.sections.training import ReplayConfig
-from ludus.errors import ConfigError, StorageError
+from ludus.errors import ConfigError
 from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
 from ludus.rollouts.scheduler import Episode
-from ludus.training.collection.prompt_stream import episode_line, read_episode
+from ludus.training.collection.prompt_stream import episode_line, read_episode, reading
 from ludus.training.credit.advantages import TrainingSample, assign_credit
 from ludus.types import Task
 
@@ -35,15 +36,16 @@ REPLAY_FILE: Final = "replay.jsonl"
 
 @dataclass(eq=False)
 class _StoredGroup:
-    """Group in the buffer; `version` is that of its oldest token.
-
-    A group of another run has a `source` and no age here; it counts as oldest.
-    """
+    """Group in the buffer. One of another run has a `source` and no age here."""
 
     episodes: list[Episode]
-    version: int
     replayed: int = 0
     source: str = ""
+
+    @cached_property
+    def version(self) -> int:
+        """Version of the oldest token."""
+        return _oldest_version(self.episodes)
 
     @property
     def spread(self) -> float:
@@ -76,12 +78,16 @@ class ReplayBuffer:
         """Add the groups of a step with at least one trained sample."""
         if not self.config.share:
             return
-        groups: dict[int, list[Episode]] = {}
         trained = {c.group for c in samples if c.outcome is RolloutOutcome.TRAINED and not c.replayed}
+        self._add_groups(c for c in samples if c.group in trained and not c.replayed and not c.expert)
+
+    def _add_groups(self, samples: Iterable[TrainingSample]) -> int:
+        """Add the groups of the samples and return their number."""
+        groups: dict[int, list[Episode]] = {}
         for sample in samples:
-            if sample.group in trained and not sample.replayed and not sample.expert:
-                groups.setdefault(sample.group, []).append(sample.episode)
-        self._store([_StoredGroup(episodes, _oldest_version(episodes)) for episodes in groups.values()])
+            groups.setdefault(sample.group, []).append(sample.episode)
+        self._store([_StoredGroup(episodes) for episodes in groups.values()])
+        return len(groups)
 
     def take_stale(self, samples: Sequence[TrainingSample], step: int, bound: int) -> list[TrainingSample]:
         """Move groups with a token older than `bound` to the buffer and return the samples.
@@ -94,11 +100,7 @@ class ReplayBuffer:
         def goes(sample: TrainingSample) -> bool:
             return sample.group in late and sample.outcome is not RolloutOutcome.FAILED and not sample.expert
 
-        groups: dict[int, list[Episode]] = {}
-        for sample in filter(goes, samples):
-            groups.setdefault(sample.group, []).append(sample.episode)
-        self.counts["late"] += len(groups)
-        self._store([_StoredGroup(episodes, _oldest_version(episodes)) for episodes in groups.values()])
+        self.counts["late"] += self._add_groups(filter(goes, samples))
         return [
             replace(sample, outcome=RolloutOutcome.DROPPED, reason=TO_REPLAY) if goes(sample) else sample
             for sample in samples
@@ -106,7 +108,7 @@ class ReplayBuffer:
 
     def add_source(self, source: str, groups: Sequence[list[Episode]]) -> None:
         """Add groups of another run."""
-        self._store([_StoredGroup(episodes, 0, source=source) for episodes in groups])
+        self._store([_StoredGroup(episodes, source=source) for episodes in groups])
 
     def load_sources(
         self, tasks: Mapping[str, Task], vocab_size: int, share: Callable[[Sequence[Episode]], float], least: float
@@ -150,7 +152,7 @@ class ReplayBuffer:
         for stored in chosen:
             stored.replayed += 1
         self._drop_used()
-        oldest = step - 1 - self.config.max_age
+        oldest = step - 1 - self.config.max_age  # of groups of other runs, which have no age here
         groups = [
             [_relabel_versions(one, oldest) for one in stored.episodes] if stored.source else stored.episodes
             for stored in chosen
@@ -183,18 +185,12 @@ class ReplayBuffer:
     def restore(self, text: str, tasks: Mapping[str, Task]) -> None:
         """Restore from `to_text`. Raises StorageError if the text is invalid or a task is unknown."""
         groups = []
-        try:
+        with reading("replay buffer"):
             lines = iter([json.loads(line) for line in text.splitlines()])
             for head in lines:
                 task = tasks[head["task"]]
                 episodes = [read_episode(next(lines), task, greedy) for greedy in head["greedy"]]
-                version = _oldest_version(episodes)
-                groups.append(_StoredGroup(episodes, version, int(head["replayed"]), str(head["source"])))
-        except (ValueError, TypeError, KeyError, StopIteration) as error:
-            raise StorageError(
-                f"The checkpoint's replay buffer cannot be read: {error!r}.",
-                "Remove this checkpoint and resume from the one before.",
-            ) from error
+                groups.append(_StoredGroup(episodes, int(head["replayed"]), str(head["source"])))
         self._stored = groups
         self._drop_used()
         self._store([])
