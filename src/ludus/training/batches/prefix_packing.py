@@ -56,7 +56,6 @@ class PrefixForest:
 
     @property
     def num_tokens(self) -> int:
-        """The number of tokens to compute."""
         return self.tokens.shape[1]
 
     @property

@@ -416,12 +416,10 @@ class FiniteChecks:
         self._checks.append((part, mask, present))
 
     def loss(self, loss: Tensor) -> None:
-        """Add the loss `[]` of a microbatch."""
         self._losses.append(loss.detach())
         self._flags.append(~loss.detach().isfinite())
 
     def clear(self) -> None:
-        """Reset before the passes are repeated."""
         self._flags.clear()
         self._losses.clear()
         self._checks.clear()

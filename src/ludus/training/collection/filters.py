@@ -62,7 +62,6 @@ class AlgorithmState:
         )
 
     def to_json(self) -> str:
-        """Serialize the state to one line, as read by `start`."""
         parts = {"averages": self.averages.to_json(), "greso": asdict(self.greso), "position": self.position}
         optional = {
             "initial_entropy": self.initial_entropy,

@@ -45,7 +45,6 @@ class StreamState:
 
     @property
     def num_ended(self) -> int:
-        """The number of successfully finished episodes."""
         every = [*self.unwanted, *(episode for group in self.groups for episode in group.episodes)]
         return sum(episode.trajectory.failure is None for episode in every)
 
@@ -142,7 +141,6 @@ class PromptStream:
         self._recent = deque(self.before, max(num_recent, self.per_step - 1))  # no task occurs twice in a step
 
     def requests(self, number: int) -> Sequence[RolloutRequest]:
-        """Return the rollout requests of a new group."""
         if self.collector.algorithm.greso:
             step = self._step(number)
             (task,) = self.collector.choose_tasks(step, self.order, 1, set(self._recent))
@@ -192,7 +190,6 @@ class PromptStream:
         return collector.reward_mixer is not None and collector.reward_mixer.can_differ(members)
 
     def begin_step(self) -> None:
-        """Reset the resampling rounds for the next batch."""
         self._uncounted = 0
         self.collector.skipped = 0
 

@@ -44,7 +44,6 @@ class _StoredGroup:
 
     @cached_property
     def version(self) -> int:
-        """Version of the oldest token."""
         return _oldest_version(self.episodes)
 
     @property
@@ -107,7 +106,6 @@ class ReplayBuffer:
         ]
 
     def add_source(self, source: str, groups: Sequence[list[Episode]]) -> None:
-        """Add groups of another run."""
         self._store([_StoredGroup(episodes, source=source) for episodes in groups])
 
     def load_sources(
@@ -161,7 +159,6 @@ class ReplayBuffer:
         return [replace(sample, replayed=True) for sample in samples]
 
     def metrics(self, samples: Sequence[TrainingSample]) -> dict[str, float]:
-        """Return the replay metrics of a step; empty if replay is unused."""
         if not self.config.share:
             return {}
         replayed = [sample for sample in samples if sample.replayed]

@@ -135,7 +135,6 @@ def check_reward_settings(config: Config, world: World) -> None:
 
 
 def _check_task(settings: RewardsConfig, task: Task) -> None:
-    """Raise ConfigError for a task that the preset cannot score, or one without the normalization tag."""
     if settings.preset is not None and not isinstance(task.truth, PUBLISHED[settings.preset].truth):
         wanted, actual = PUBLISHED[settings.preset].truth.__name__, type(task.truth).__name__
         raise ConfigError(

@@ -41,25 +41,17 @@ log = logging.getLogger("ludus.sampling")
 class EpisodeReporter(Protocol):
     """Observer of running episodes."""
 
-    def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
-        """Report the start of a phase of `total` episodes; `engine` is None if unknown."""
-        ...
+    def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None: ...
 
-    def episode(self, episode: Episode) -> None:
-        """Report a finished episode."""
-        ...
+    def episode(self, episode: Episode) -> None: ...
 
 
 class RemoteSampler(Protocol):
     """Worker processes that run episodes."""
 
-    def attempts(self, plan: SamplingPlan) -> Attempt:
-        """Return the function that runs an attempt on the workers."""
-        ...
+    def attempts(self, plan: SamplingPlan) -> Attempt: ...
 
-    def engine(self) -> Engine:
-        """Return the engine of the workers."""
-        ...
+    def engine(self) -> Engine: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +184,6 @@ class RolloutCollector:
             )
 
     def choose_tasks(self, step: int, order: TaskSequence, wanted: int, taken: set[str]) -> Sequence[Task]:
-        """Return the next tasks that GRESO does not skip and that are not in `taken`."""
         seed = self.session.config.run.seed
         chosen = choose_tasks(order, wanted, self.algorithm_state, taken, seed=seed, step=step)
         self.algorithm_state = chosen.state
@@ -318,7 +309,6 @@ class RolloutCollector:
         return filter_batch(samples, self.algorithm, self.overlong_limit)
 
     async def evaluate(self, plan: EvaluationPlan) -> tuple[Evaluation, list[Episode]]:
-        """Run an evaluation with the engine's current weights."""
         session, sampling = self.session, SamplingPlan("evaluate", plan.temperature, plan.seed)
         scheduler = self._make_scheduler(session.config.rollout, sampling, Ledger())
         if self.partial is not None and (max_open := session.world.episodes_at_once) is not None:

@@ -107,17 +107,14 @@ class FileText:
 
     @property
     def messages(self) -> tuple[Message, ...]:
-        """The text as an assistant message."""
         return (Message(role="assistant", content=self.text),)
 
     @property
     def tools(self) -> tuple[Tool, ...]:
-        """Empty."""
         return ()
 
     @property
     def trains(self) -> tuple[bool, ...]:
-        """True for the message."""
         return (True,)
 
 

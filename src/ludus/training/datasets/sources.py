@@ -39,7 +39,6 @@ class DialogueSource:
 
     @property
     def title(self) -> str:
-        """The source in messages."""
         return self.settings.data or f"The world {self.settings.world or self.own_world.name!r}"
 
     @property

@@ -77,7 +77,6 @@ class Rendezvous:
         return cls(store, rank, count, limit_s)
 
     def variables(self, rank: int) -> dict[str, str]:
-        """Return the environment variables with which `rank` joins this rendezvous."""
         assert isinstance(self.store, TCPStore)
         place = {"MASTER_ADDR": _HERE, "MASTER_PORT": str(self.store.port)}
         return place | {"RANK": str(rank), "WORLD_SIZE": str(self.world_size)}
@@ -117,7 +116,6 @@ class Rendezvous:
         return {rank: before[rank][1] for rank in lost}
 
     def errors(self) -> str:
-        """Return the stored error messages with their ranks; empty if there are none."""
         return "; ".join(f"rank {rank}: {text}" for rank, text in self._texts("error").items() if text)
 
     def _send_heartbeats(self) -> None:
@@ -273,7 +271,6 @@ class RankGroup:
         return {rank for rank, process in enumerate(self.processes, start=1) if process.poll() is None}
 
     def kill(self) -> None:
-        """Kill the ranks, also stopped ones."""
         for process in self.processes:
             process.kill()
 

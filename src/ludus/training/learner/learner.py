@@ -209,7 +209,6 @@ class CachedLogprobs:
     others: Mapping[str, Sequence[Tensor]] = field(default_factory=dict)
 
     def of(self, index: Sequence[int]) -> CachedLogprobs:
-        """Return the values of these rows."""
 
         def select(values: Sequence[Tensor] | None) -> Sequence[Tensor] | None:
             return None if values is None else [values[i] for i in index]

@@ -278,7 +278,6 @@ class LogprobScorer:
 
     @property
     def body(self) -> nn.Module:
-        """The model below its output layer."""
         assert self._body is not None
         return self._body
 

@@ -53,7 +53,6 @@ class RoutingReplay:
 
     @property
     def records(self) -> bool:
-        """Whether experts are being recorded."""
         return self._recorded is not None
 
     def set_positions(self, places: Sequence[Tensor], num_tokens: int) -> None:

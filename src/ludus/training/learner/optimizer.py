@@ -97,16 +97,13 @@ class Optimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Learning rate of the next step."""
         return self.settings.learning_rate_at(self.num_steps) * self.learning_rate_factor
 
     @property
     def parameters(self) -> Iterable[nn.Parameter]:
-        """Return the trained parameters."""
         return self._named.values()
 
     def zero_grad(self) -> None:
-        """Drop the gradients."""
         for parameter in [*self.parameters, *self._masters.values()]:
             parameter.grad = None
 

@@ -1,8 +1,7 @@
 """Asynchronous training on streamed episodes, optionally with replay of earlier groups.
 
 The learner takes a batch when the staleness controller admits it. New weights are loaded between two forward passes; if
-episodes must finish on the version they started with, each of several engines is updated once it has drained. The
-learner runs in a separate thread; event loop, ledger and episodes stay in the caller's.
+episodes must finish on the version they started with, each of several engines is updated once it has drained.
 """
 
 from __future__ import annotations
@@ -57,7 +56,6 @@ class StreamRunner:
         self.budget = FailureBudget(self.num_requests)
 
     async def run_one(self, request: RolloutRequest) -> Episode:
-        """Run a request until its episode is scored."""
         budget = self.budget
         budget.begun += 1
         return await self.collector.add_extra_parts(await self.scheduler.run_one(request, budget), budget)
@@ -86,7 +84,6 @@ class AsyncTrainer:
 
     @classmethod
     def build(cls, trainer: SyncTrainer, done: int, before: StreamState) -> AsyncTrainer:
-        """Build the trainer from step `done` and the restored stream `before`."""
         config, collector = trainer.session.config, trainer.collector
         training, staleness = config.training, config.staleness
         waits, prompts = staleness.on_stale == "wait", training.prompts_per_step
@@ -122,7 +119,6 @@ class AsyncTrainer:
         return async_trainer
 
     async def run(self, done: int, before: StreamState) -> None:
-        """Train from step `done` to the last; `before` is the restored stream."""
         trainer = self.trainer
         await trainer.weight_sync.publish(done)
         tracking: asyncio.Task[None] | None = None

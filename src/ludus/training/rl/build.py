@@ -249,7 +249,6 @@ def make_trackers(config: Config, folder: RunFolder, done: int) -> list[Tracker]
 
 
 def _scorers(session: TrainingSession, algorithm: Algorithm, control: KlControl) -> dict[str, TokenScorer]:
-    """Build the scorers besides the policy: teacher and reference, if needed or configured."""
     scorers: dict[str, TokenScorer] = {}
     if algorithm.loss_spec.has(Need.TEACHER):
         scorers["teacher"] = load_teacher(session)

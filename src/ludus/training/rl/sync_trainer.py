@@ -77,13 +77,9 @@ class Comparison:
 class Reporter(EpisodeReporter, Protocol):
     """Observer of a run, such as a progress bar."""
 
-    def step(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None:
-        """Report a completed training step."""
-        ...
+    def step(self, step: int, metrics: Mapping[str, float], timings: Mapping[str, float]) -> None: ...
 
-    def alarm(self, text: str) -> None:
-        """Report a warning."""
-        ...
+    def alarm(self, text: str) -> None: ...
 
 
 @dataclass
@@ -133,7 +129,6 @@ class EvaluatedTrainer(ABC):
         return load_evaluation(path) if path.is_file() else None
 
     async def evaluate(self, plan: EvaluationPlan) -> Evaluation:
-        """Evaluate the engine's current weights; store result and rollouts."""
         result, episodes = await self.sample_evaluation(plan)
         save_evaluation(self.folder.evaluations, result, episodes, name_in_run(plan, self.session.config))
         return result
@@ -141,7 +136,6 @@ class EvaluatedTrainer(ABC):
     def write(
         self, step: int, samples: Sequence[TrainingSample], metrics: Mapping[str, float], timings: Mapping[str, float]
     ) -> None:
-        """Write rollouts, metrics and timings of a step."""
         if self.session.config.run.save_rollouts:
             records = [sample.record for sample in samples]
             write_rollouts(rollouts_path(self.folder.path, step), records)
@@ -239,7 +233,6 @@ class SyncTrainer(EvaluatedTrainer):
             thread.close()
 
     async def step(self, step: int, order: TaskSequence) -> dict[str, float]:
-        """Run one step: sample, train, sync weights, report."""
         clock = StepTimings()
         await drain_stats(self.engine)
         with clock.phase("rollout"):
@@ -367,7 +360,6 @@ class SyncTrainer(EvaluatedTrainer):
         self.reporter.alarm(text)
 
     def trainer_state(self, step: int) -> TrainerState:
-        """Return the trainer state of a checkpoint, without weights and optimizer moments."""
         train_step = self.train_step
         return TrainerState(
             step=step,

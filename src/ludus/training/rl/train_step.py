@@ -56,9 +56,7 @@ ENGINE_PARITY_NATS = 1e-3
 class ComputeDispatch(Protocol):
     """Run learner work, possibly on another thread."""
 
-    def __call__(self, work: Callable[[], T]) -> Awaitable[T]:
-        """Run `work` and wait for its result."""
-        ...
+    def __call__(self, work: Callable[[], T]) -> Awaitable[T]: ...
 
 
 async def run_inline(work: Callable[[], T]) -> T:
@@ -87,7 +85,6 @@ class LearnerThread:
             raise
 
     def close(self) -> None:
-        """Wait for running work and stop the thread."""
         self._executor.shutdown()
 
     def _timed(self, work: Callable[[], T]) -> T:
@@ -149,7 +146,6 @@ class TrainStep:
         return prepared, await dispatch(lambda: self._train(step, prepared, rows))
 
     def kl_coef(self, step: int) -> float:
-        """Return the KL coefficient of a step, with the factor of alarms."""
         return self.kl_control.coef(step) * self.adjustments.kl
 
     def control_kl(self, metrics: Mapping[str, float]) -> str:
@@ -216,7 +212,6 @@ def filter_and_estimate(
 
 
 def _penalises_kl(algorithm: Algorithm) -> bool:
-    """Return whether the KL to the reference is part of the reward or of the advantage."""
     return algorithm.kl_coef > 0 and algorithm.kl_placement != "loss"
 
 
@@ -279,7 +274,6 @@ def _sample_row(sample: TrainingSample) -> Row:
 def _add_estimates(
     samples: list[TrainingSample], learner: Learner, value_model: ValueModel | None, max_length: int, known: Estimates
 ) -> list[TrainingSample]:
-    """Return the samples with `known` and the other model estimates that the algorithm needs."""
     compared = [sample for sample in samples if sample.advantages is not None]
     rows = [_sample_row(sample) for sample in compared]
     if not rows:
@@ -360,7 +354,6 @@ def _filter_uncertain(
 
 
 def _mask_samples(samples: list[TrainingSample], dropped: set[int], reason: str) -> list[TrainingSample]:
-    """Mask the samples whose `id` is in `dropped`."""
     return [
         replace(sample, outcome=RolloutOutcome.MASKED, reason=reason) if id(sample) in dropped else sample
         for sample in samples

@@ -113,7 +113,6 @@ class WeightSync:
         return await dispatch(copy)
 
     async def send_copy(self, expected: Expected, state: Mapping[str, Tensor]) -> SyncProof:
-        """Send a copy and check it. Raises SyncError."""
         return expected.compare(*await self._transfer(expected.version, state))
 
     async def send_in_flight(self, version: int, dispatch: ComputeDispatch) -> Expected:
@@ -128,12 +127,10 @@ class WeightSync:
         return expected
 
     async def check(self, expected: Expected) -> SyncProof:
-        """Compare the engine's weights with the expected check. Raises SyncError."""
         async with self._within_timeout(expected.version):
             return expected.compare(*await self._read_engine())
 
     async def _transfer(self, version: int, state: Mapping[str, Tensor]) -> tuple[str | None, Sequence[float]]:
-        """Send weights; return the engine's digest and log-probabilities of the probe."""
         async with self._within_timeout(version):
             await self.engine.load_weights(version, state)
             return await self._read_engine()

@@ -60,11 +60,9 @@ class SupervisedTraining(ABC):
         load_weights(checkpoint, self.session.model)
 
     def algorithm_state(self) -> str:
-        """Return the serialized state of the algorithm for a checkpoint."""
         return ""
 
     def extra(self) -> Extra:
-        """Return additional checkpoint contents."""
         return Extra()
 
     def run(self, trackers: Sequence[Tracker], on_step: OnStep) -> Path:
