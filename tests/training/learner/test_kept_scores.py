@@ -9,8 +9,8 @@ import torch
 
 from ludus.algorithms.spec.resolve import PRESETS
 from ludus.training.credit.advantages import assign_credit, training_rows
-from ludus.training.learner.learner import CachedLogprobs, LearnerSettings, LogprobCache
-from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens
+from ludus.training.learner.learner import CachedLogprobs, LearnerSettings
+from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.rl.train_step import filter_and_estimate
 from tests.training.credit.test_credit import group, real_group
 from tests.training.learner.test_learner import learner, random_rows, tiny_model
@@ -23,7 +23,7 @@ class CountingScorer:
     inner: LogprobScorer
     passes: list[int] = field(default_factory=list)
 
-    def score(self, tokens, asked, entropy="none") -> ScoredTokens:
+    def score(self, tokens, asked, entropy="none"):
         self.passes.append(len(tokens))
         return self.inner.score(tokens, asked, entropy)
 
@@ -95,9 +95,9 @@ def step(kept: bool, **settings):
     one.scorer.score = policy.score
     credits = filter_and_estimate(assign_credit([episodes], algorithm), one, 0)
     if not kept:
-        one._cache.clear()
+        one._kept.clear()
     one.train(training_rows(credits, mask_observations=True), seed=0)
-    assert not one._cache._entries
+    assert not one._kept
     return weights(model), sum(policy.passes), sum(reference.passes)
 
 
@@ -110,14 +110,13 @@ def test_scores_of_the_advantage_computation_are_reused(epochs, policy, referenc
     assert (kept[2], again[2]) == tuple(n * rows for n in reference)
 
 
-def test_logprob_cache_returns_only_scores_of_the_same_rows():
-    rows = random_rows(3)
-    kept = LogprobCache()
-    kept.add("", rows, [torch.zeros(1)] * 3)
-    assert kept.get("", rows) is not None
-    assert kept.get("reference", rows) is None
-    assert kept.get("", rows[:2]) is None
+def test_only_kept_scores_of_the_same_rows_are_returned():
+    rows, one = random_rows(3), learner(tiny_model())
+    one.score(rows, keep=True)
+    assert one._cached("", rows) is not None
+    assert one._cached("reference", rows) is None
+    assert one._cached("", rows[:2]) is None
     masked = replace(rows[0], trains=(False,) * len(rows[0].trains))
-    assert kept.get("", [masked, *rows[1:]]) is None
-    kept.clear()
-    assert kept.get("", rows) is None
+    assert one._cached("", [masked, *rows[1:]]) is None
+    one.train(rows, seed=0)
+    assert one._cached("", rows) is None

@@ -44,16 +44,31 @@ def conflict_weights(
 ) -> Tensor:
     """Return 0 on conflict tokens of negative trajectories, `amplify` on those of positive ones, else 1, [N, L].
 
-    A token is in conflict if a positive and a negative member of its group (by the sign of their mean advantage) have
-    the same id at the same action index, counted from the left or from the right. With `contiguous` only a common
-    prefix or suffix counts, as in the paper and its code; otherwise every such token. `token_ids` [N, L], `group` [N]
-    integers; 0 off the mask. `amplify` 2 as in the authors' code, which multiplies twice if prefix and suffix overlap.
+    The sign of a trajectory is that of its mean advantage; see `conflict_tokens`. 0 off the mask. `amplify` 2 as in the
+    authors' code, which multiplies twice if prefix and suffix overlap.
     """
     check_shapes(mask, token_ids=token_ids, advantages=advantages)
+    scores = trajectory_mean(advantages.detach(), mask)
+    conflict = conflict_tokens(token_ids=token_ids, group=group, scores=scores, mask=mask, contiguous=contiguous)
+    weights = torch.ones(mask.shape, dtype=advantages.dtype, device=mask.device)
+    weights = torch.where(conflict & (scores > 0)[:, None], amplify, weights)
+    weights = torch.where(conflict & (scores < 0)[:, None], 0.0, weights)
+    return select(weights, mask)
+
+
+def conflict_tokens(
+    *, token_ids: Tensor, group: Tensor, scores: Tensor, mask: Tensor, contiguous: bool = True
+) -> Tensor:
+    """Return the conflict tokens (arXiv:2508.03772), [N, L] bool.
+
+    A token is in conflict if a positive and a negative member of its group (by the sign of `scores` [N]) have
+    the same id at the same action index, counted from the left or from the right. With `contiguous` only a common
+    prefix or suffix counts, as in the paper and its code; otherwise every such token. `token_ids` [N, L], `group` [N]
+    integers.
+    """
     if group.shape != mask.shape[:1]:
         raise ValueError(f"group must be [{mask.shape[0]}], not {list(group.shape)}")
     actions = mask.bool()
-    scores = trajectory_mean(advantages.detach(), mask)
     members = torch.unique(group, return_inverse=True)[1].to(mask.device)
     from_left = actions.cumsum(1) - 1
     from_right = actions.sum(1, keepdim=True) - 1 - from_left
@@ -61,10 +76,7 @@ def conflict_weights(
     for index in (from_left, from_right):
         found = _shared(index, token_ids, members, scores, actions)
         conflict |= _unbroken(found, index, actions) if contiguous else found
-    weights = torch.ones(mask.shape, dtype=advantages.dtype, device=mask.device)
-    weights = torch.where(conflict & (scores > 0)[:, None], amplify, weights)
-    weights = torch.where(conflict & (scores < 0)[:, None], 0.0, weights)
-    return select(weights, mask)
+    return conflict
 
 
 def _shared(index: Tensor, token_ids: Tensor, members: Tensor, scores: Tensor, actions: Tensor) -> Tensor:

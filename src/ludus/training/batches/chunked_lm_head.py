@@ -33,7 +33,10 @@ Entropy = Literal["none", "value", "gradient"]
 
 
 class TokenScores(NamedTuple):
-    """Natural log-probability and entropy in nats (None unless requested), both `[A]`."""
+    """Natural log-probability and entropy in nats (None unless requested).
+
+    Both `[A]`, or `[B, L]`: 0 where not scored; column `t` belongs to token `t`.
+    """
 
     logprobs: Tensor
     entropy: Tensor | None
@@ -60,24 +63,15 @@ class LmHead:
 
         `rows` is the chunk size; None chooses it, and keeps the logits if the table is small.
         """
-        if rows is None:
-            if hidden.shape[0] * self.weight.shape[0] <= MAX_UNCHUNKED_LOGITS:
-                return self._score_unchunked(hidden, targets, entropy)
-            rows = max(1, CHUNK_LOGITS // self.weight.shape[0])
-        how = _HeadArgs(self.temperature, rows, entropy)
-        return self._apply(_ChunkedTable, hidden, targets, how)
-
-    def _score_unchunked(self, hidden: Tensor, targets: Tensor, entropy: Entropy) -> TokenScores:
-        if entropy == "gradient":
-            return logits_to_scores(self.logits(hidden), targets, entropy)
-        how = _HeadArgs(self.temperature, len(hidden), entropy)
-        return self._apply(_WholeTable, hidden, targets, how)
-
-    def _apply(
-        self, function: type[_WholeTable] | type[_ChunkedTable], hidden: Tensor, targets: Tensor, how: _HeadArgs
-    ) -> TokenScores:
+        vocabulary = self.weight.shape[0]
+        function: type[_WholeTable] | type[_ChunkedTable] = _ChunkedTable
+        if rows is None and len(hidden) * vocabulary <= MAX_UNCHUNKED_LOGITS:
+            if entropy == "gradient":
+                return logits_to_scores(self.logits(hidden), targets, entropy)
+            function, rows = _WholeTable, len(hidden)
+        how = _HeadArgs(self.temperature, rows or max(1, CHUNK_LOGITS // vocabulary), entropy)
         logprobs, spread = apply(function, hidden, self.weight, self.bias, targets, how)
-        return TokenScores(logprobs, None if how.entropy == "none" else spread)
+        return TokenScores(logprobs, None if entropy == "none" else spread)
 
 
 def logits_to_scores(logits: Tensor, targets: Tensor, entropy: Entropy = "none") -> TokenScores:
@@ -257,14 +251,7 @@ def divergence(own: HiddenStates, against: DivergenceTarget, *, rows: int | None
     `rows` is the chunk size; None uses that of the output layer.
     """
     head = own.head
-    if rows is None:
-        rows = max(1, CHUNK_LOGITS // head.weight.shape[0])
-    head_of_other = against.states.head
-    bias = None if head_of_other.bias is None else head_of_other.bias.detach()
-    other = HiddenStates(
-        against.states.hidden.detach(), LmHead(head_of_other.weight.detach(), bias, head_of_other.temperature)
-    )
-    how = _HeadArgs(head.temperature, rows, against=DivergenceTarget(other, against.which))
+    how = _HeadArgs(head.temperature, rows or max(1, CHUNK_LOGITS // head.weight.shape[0]), against=against)
     (found,) = apply(_Divergence, own.hidden, head.weight, head.bias, how)
     return found
 

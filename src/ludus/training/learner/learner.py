@@ -27,7 +27,7 @@ from ludus.algorithms.objective import Normalizer, Statistics, clip_masks, objec
 from ludus.algorithms.tensors import TokenBatch
 from ludus.diagnostics.alarms import ENTROPY, GAP_BY_PROBABILITY, LOGPROB_GAP
 from ludus.errors import LearnerError
-from ludus.training.batches.chunked_lm_head import Entropy
+from ludus.training.batches.chunked_lm_head import DivergenceTarget, Entropy, TokenScores
 from ludus.training.batches.rows import (
     FiniteChecks,
     Microbatch,
@@ -49,10 +49,8 @@ from ludus.training.distributed.collectives import (
     sum_gradients,
 )
 from ludus.training.learner.logprobs import (
-    AuxLogprobs,
     AuxScorers,
     LogprobScorer,
-    ScoredTokens,
     ScoreFunction,
     TokenScorer,
     full_kl,
@@ -136,35 +134,8 @@ class TokenBudget:
         return None
 
 
-_MAX_CACHED = 8
-"""Maximum number of cached entries; a step needs fewer."""
-
-
-@dataclass
-class LogprobCache:
-    """Log-probabilities `[T]` of rows by scorer name, cleared when the weights change.
-
-    Rounding depends on how rows are batched, so values are only returned for the same list of rows.
-    """
-
-    _entries: deque[tuple[str, Sequence[Row], list[Tensor]]] = field(default_factory=lambda: deque(maxlen=_MAX_CACHED))
-
-    def add(self, name: str, rows: Sequence[Row], logprobs: Sequence[Tensor]) -> None:
-        """Cache a scorer's values of the rows."""
-        self._entries.append((name, rows, list(logprobs)))
-
-    def get(self, name: str, rows: Sequence[Row]) -> list[Tensor] | None:
-        """Return the cached values of the same rows (tokens, masks, order), or None."""
-        wanted = [(row.tokens, row.trains) for row in rows]
-        for cached_name, cached_rows, logprobs in self._entries:
-            if cached_name == name and [(row.tokens, row.trains) for row in cached_rows] == wanted:
-                return logprobs
-        return None
-
-    def clear(self) -> None:
-        """Drop all entries; call after a weight update."""
-        self._entries.clear()
-
+_MAX_KEPT = 8
+"""Maximum number of kept scores; a step needs fewer."""
 
 OldLogprobs = Literal["recomputed", "engine"]
 OLD_FROM_ENGINE: Final = "policy/old_from_engine"
@@ -230,7 +201,10 @@ class Learner:
     budget: TokenBudget = field(init=False)
     token_values: TokenValues | None = field(default=None, init=False)
     """Storage of the values of trained tokens; None stores none."""
-    _cache: LogprobCache = field(default_factory=LogprobCache, init=False)
+    _kept: deque[tuple[str, Sequence[Row], list[Tensor]]] = field(
+        default_factory=lambda: deque(maxlen=_MAX_KEPT), init=False
+    )
+    """Log-probabilities `[T]` of rows by scorer, until the weights change."""
     _finite: FiniteChecks = field(default_factory=FiniteChecks, init=False)
 
     def __post_init__(self) -> None:
@@ -252,12 +226,12 @@ class Learner:
 
     def score_with(
         self, name: str, rows: Sequence[Row], entropy: Entropy = "none", keep: bool = False
-    ) -> list[ScoredTokens]:
+    ) -> list[TokenScores]:
         """Return the scores `[T]` of each row by the policy ("") or another scorer; `keep` as in `score`."""
         with self.ranks.call_on_ranks("score", name, rows, entropy, keep):
             scored = self._score_all(rows, self._score_function(name), entropy)[0]
             if keep:
-                self._cache.add(name, rows, [scores.logprobs for scores in scored])
+                self._kept.append((name, rows, [scores.logprobs for scores in scored]))
             return scored
 
     def _score_function(self, name: str) -> ScoreFunction:
@@ -300,7 +274,7 @@ class Learner:
             try:
                 return self._train(rows, seed)
             finally:
-                self._cache.clear()
+                self._kept.clear()
 
     def _train(self, rows: Sequence[Row], seed: int) -> dict[str, float]:
         if not any(self.ranks.gather(len(rows))):
@@ -348,8 +322,10 @@ class Learner:
         return AuxScorers(self.algorithm, self.scorers)
 
     def _cached(self, name: str, rows: Sequence[Row]) -> list[Tensor] | None:
-        """Return a scorer's cached values if all ranks have them, otherwise None."""
-        cached = self._cache.get(name, rows)
+        """Return a scorer's kept values of the same rows, since batching changes rounding, if all ranks have them."""
+        wanted = [(row.tokens, row.trains) for row in rows]
+        same = (v for n, kept, v in self._kept if n == name and [(row.tokens, row.trains) for row in kept] == wanted)
+        cached = next(same, None)
         return cached if all(self.ranks.gather(cached is not None)) else None
 
     def _aux_logprobs(self, rows: Sequence[Row]) -> dict[str, Sequence[Tensor]]:
@@ -438,24 +414,30 @@ class Learner:
         }
 
     def _backward(self, part: Microbatch, normaliser: Normalizer, known: CachedLogprobs) -> Statistics:
-        others = self._aux.score(part, known.others, _scored_tokens(part, self.algorithm))
+        scored = _scored_tokens(part, self.algorithm)
+        aux, against = self._aux.score(part, known.others), self._aux.against(part.tokens, scored)
         replay: AbstractContextManager[None] = nullcontext()
         if self.scorer.routing is not None and known.experts is not None:
             replay = self.scorer.routing.replay([known.experts[i] for i in part.index])
         with replay:
-            loss, statistics = self._loss(part, normaliser, known, others)
+            loss, statistics = self._loss(part, normaliser, known, aux, against)
             self._finite.loss(loss)
             if loss.requires_grad:
                 torch.autograd.backward(loss)
         return statistics
 
     def _loss(
-        self, part: Microbatch, normaliser: Normalizer, known: CachedLogprobs, others: AuxLogprobs
+        self,
+        part: Microbatch,
+        normaliser: Normalizer,
+        known: CachedLogprobs,
+        aux: Mapping[str, Tensor],
+        against: Mapping[str, DivergenceTarget],
     ) -> tuple[Tensor, Statistics]:
         entropy: Entropy = "gradient" if self.algorithm.entropy_coef > 0 else "value"
         scored, divergences = _scored_tokens(part, self.algorithm), dict[str, Tensor]()
-        if others.against:
-            scores, divergences = self.scorer.compare(part.tokens, scored, entropy, others.against)
+        if against:
+            scores, divergences = self.scorer.compare(part.tokens, scored, entropy, against)
         else:
             scores = self.scorer.score(part.tokens, scored, entropy)
         old = scores.logprobs.detach()
@@ -467,8 +449,8 @@ class Learner:
             behavior_logprobs=torch.where(part.sampled, part.behavior, old),
             advantages=part.advantages,
             mask=scored_mask(part.trains),
-            ref_logprobs=others.reference,
-            teacher_logprobs=others.teacher,
+            ref_logprobs=aux.get("reference"),
+            teacher_logprobs=aux.get("teacher"),
             full_kl=divergences.get("reference"),
             teacher_kl=divergences.get("teacher"),
             entropy=scores.entropy,
@@ -488,9 +470,9 @@ class Learner:
     @torch.no_grad()
     def _score_all(
         self, rows: Sequence[Row], function: ScoreFunction, entropy: Entropy = "none"
-    ) -> tuple[list[ScoredTokens], list[Tensor] | None]:
+    ) -> tuple[list[TokenScores], list[Tensor] | None]:
         """Return the scores of each row, `[T]`, and its routed experts if they are recorded."""
-        scored: dict[int, ScoredTokens] = {}
+        scored: dict[int, TokenScores] = {}
         experts: dict[int, Tensor] = {}
         routing = self.scorer.routing
         self.scorer.model.eval()  # with dropout the ratio of an unchanged policy would not be 1
@@ -502,7 +484,7 @@ class Learner:
             for position, i in enumerate(part.index):
                 length = len(local[i].tokens)
                 entropies = None if scores.entropy is None else scores.entropy[position, :length]
-                scored[indices[i]] = ScoredTokens(scores.logprobs[position, :length], entropies)
+                scored[indices[i]] = TokenScores(scores.logprobs[position, :length], entropies)
             if part.index and routing is not None and routing.records:
                 experts.update(zip((indices[i] for i in part.index), routing.recorded_experts(), strict=True))
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -39,7 +39,7 @@ from ludus.training.batches.chunked_lm_head import (
     divergence,
     logits_to_scores,
 )
-from ludus.training.batches.rows import BREAK, Microbatch, Positions, split_paths
+from ludus.training.batches.rows import BREAK, Microbatch, split_paths
 from ludus.training.distributed.collectives import is_sharded, run_as_forward
 from ludus.training.learner.moe_routing_replay import RoutingReplay
 
@@ -127,13 +127,6 @@ def _contexts(layer: Checkpointable) -> tuple[AbstractContextManager[object], Ab
 _TRIAL_TOKENS = 24
 
 
-class ScoredTokens(NamedTuple):
-    """`logprobs` and `entropy`, `[B, L]`, 0 where not scored; column `t` belongs to token `t`."""
-
-    logprobs: Tensor
-    entropy: Tensor | None
-
-
 @dataclass
 class LogprobScorer:
     """Score tokens under `model` at `temperature`; used by the learner, the reference and the teacher.
@@ -156,7 +149,7 @@ class LogprobScorer:
         self._head = _linear_head(self.model)
         self.shares_prefixes = self._body is not None and self._head is not None and self._trial()
 
-    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
+    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> TokenScores:
         """Return log-probabilities (natural, float32 or better) of the tokens `[B, L]` marked in `scored`.
 
         The first token of a row has no context and scores 0. Tokens after a row's last marked one are
@@ -166,29 +159,35 @@ class LogprobScorer:
 
     def compare(
         self, tokens: Tensor, scored: Tensor, entropy: Entropy, against: Mapping[str, DivergenceTarget]
-    ) -> tuple[ScoredTokens, dict[str, Tensor]]:
+    ) -> tuple[TokenScores, dict[str, Tensor]]:
         """Return the scores, and by name the divergences `[B, L]` from other models at the same positions.
 
         Raises LearnerError for divergences if the model's hidden states are unavailable.
         """
         rows, columns = torch.nonzero(scored[:, 1:], as_tuple=True)
-        self._check_routing(tokens)
+        if self.routing is not None and bool((tokens == BREAK).any()):
+            raise LearnerError(
+                "Routing replay does not support branching trajectories.",
+                "Set training.learner.replay_routing = false.",
+            )
         if rows.numel() == 0:
             if self.routing is not None:
                 self.routing.set_positions([rows] * tokens.shape[0], 0)
             zeros = torch.zeros(tokens.shape, dtype=score_dtype(self.model), device=tokens.device)
             if is_sharded(self.model):
                 zeros = zeros + self._idle(tokens.device)
-            return ScoredTokens(zeros, None if entropy == "none" else zeros), dict.fromkeys(against, zeros)
-        at = (rows, columns + 1)
+            return TokenScores(zeros, None if entropy == "none" else zeros), dict.fromkeys(against, zeros)
+        at, per_token = (rows, columns + 1), dict[str, Tensor]()
         if against:
-            scores, per_token = self._scores_and_divergences(tokens, (rows, columns), entropy, against)
+            head, hidden = self._whole_head(), self.states(tokens, (rows, columns))
+            per_token = {name: divergence(HiddenStates(hidden, head), other) for name, other in against.items()}
+            scores = head.score(hidden, tokens[at], entropy)
         else:
             score = self._packed_scores if self.shares_prefixes else self._padded_scores
-            scores, per_token = score(tokens, (rows, columns), entropy), {}
+            scores = score(tokens, (rows, columns), entropy)
         entropies = None if scores.entropy is None else _scatter(scores.entropy, at, tokens)
         divergences = {name: _scatter(values, at, tokens) for name, values in per_token.items()}
-        return ScoredTokens(_scatter(scores.logprobs, at, tokens), entropies), divergences
+        return TokenScores(_scatter(scores.logprobs, at, tokens), entropies), divergences
 
     @torch.no_grad()
     def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
@@ -203,22 +202,13 @@ class LogprobScorer:
         return HiddenStates(self.states(tokens, (rows, columns)), head)
 
     @torch.no_grad()
-    def sum_pi_squared(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
+    def sum_pi_squared(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> TokenScores:
         """Return the sum of squared probabilities at each scored token, instead of log-probabilities."""
         states = self.distributions(tokens, scored)
         rows, columns = torch.nonzero(scored[:, 1:], as_tuple=True)
         parts = torch.split(states.hidden, max(1, CHUNK_LOGITS // states.head.weight.shape[0]))
         sums = [torch.softmax(states.head.logits(part), -1).square().sum(-1) for part in parts]
-        return ScoredTokens(_scatter(torch.cat(sums), (rows, columns + 1), tokens), None)
-
-    def _scores_and_divergences(
-        self, tokens: Tensor, at: Positions, entropy: Entropy, against: Mapping[str, DivergenceTarget]
-    ) -> tuple[TokenScores, dict[str, Tensor]]:
-        """Return scores and divergences `[A]` after the positions `at`, from one pass."""
-        head, targets = self._whole_head(), tokens[at[0], at[1] + 1]
-        hidden = self.states(tokens, at)
-        divergences = {name: divergence(HiddenStates(hidden, head), other) for name, other in against.items()}
-        return head.score(hidden, targets, entropy), divergences
+        return TokenScores(_scatter(torch.cat(sums), (rows, columns + 1), tokens), None)
 
     def _whole_head(self) -> LmHead:
         """Return the output layer. Raises LearnerError if full distributions are unavailable."""
@@ -234,13 +224,6 @@ class LogprobScorer:
     def _lm_head(self) -> LmHead:
         assert self._head is not None
         return LmHead(self._head.weight, self._head.bias, self.temperature)
-
-    def _check_routing(self, tokens: Tensor) -> None:
-        if self.routing is not None and bool((tokens == BREAK).any()):
-            raise LearnerError(
-                "Routing replay does not support branching trajectories.",
-                "Set training.learner.replay_routing = false.",
-            )
 
     def _idle(self, device: torch.device) -> Tensor:
         """Return 0 after a pass of one token: sharded forward passes are collective."""
@@ -386,33 +369,16 @@ def _linear_head(model: PreTrainedModel) -> nn.Linear | None:
     return head if type(head) in (nn.Linear, OneDnnLinear) else None
 
 
-FROZEN_SCORERS = ("reference", "teacher")
-
-ScoreFunction = Callable[[Tensor, Tensor, Entropy], ScoredTokens]
+ScoreFunction = Callable[[Tensor, Tensor, Entropy], TokenScores]
 """Score tokens as `LogprobScorer.score`."""
 
 
 class TokenScorer(Protocol):
-    """Interface of models that score tokens `[B, L]`, such as a reference or a teacher.
+    """Model that scores tokens `[B, L]`, such as a reference or a teacher; see `LogprobScorer`."""
 
-    `distributions` returns full distributions at the scored tokens.
-    """
-
-    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens: ...
+    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> TokenScores: ...
 
     def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates: ...
-
-
-@dataclass(frozen=True, slots=True)
-class AuxLogprobs:
-    """Outputs of the auxiliary models on one microbatch.
-
-    Log-probabilities `[B, L]` of reference and teacher, or targets of full divergences, by name.
-    """
-
-    reference: Tensor | None = None
-    teacher: Tensor | None = None
-    against: Mapping[str, DivergenceTarget] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
@@ -436,7 +402,7 @@ class AuxScorers:
     @property
     def per_token(self) -> list[str]:
         """Return the names of scorers that are used per token."""
-        return [name for name in FROZEN_SCORERS if name in self.scorers and name not in self.full_divergences]
+        return [name for name in ("reference", "teacher") if name in self.scorers and name not in self.full_divergences]
 
     def against(self, tokens: Tensor, scored: Tensor) -> dict[str, DivergenceTarget]:
         """Return the divergence targets at the scored tokens."""
@@ -445,8 +411,8 @@ class AuxScorers:
             for name, which in self.full_divergences.items()
         }
 
-    def score(self, part: Microbatch, known: Mapping[str, Sequence[Tensor]], scored: Tensor) -> AuxLogprobs:
-        """Return the scores of a microbatch; `known` holds cached ones, `[T]` a row."""
+    def score(self, part: Microbatch, known: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
+        """Return log-probabilities `[B, L]` by scorer; `known` holds cached ones, `[T]` a row."""
         logprobs: dict[str, Tensor] = {}
         for name in self.per_token:
             if name in known:
@@ -454,15 +420,15 @@ class AuxScorers:
             else:
                 with torch.no_grad():
                     logprobs[name] = self.scorers[name].score(part.tokens, part.trains).logprobs
-        return AuxLogprobs(logprobs.get("reference"), logprobs.get("teacher"), self.against(part.tokens, scored))
+        return logprobs
 
 
 def full_kl(
     policy: LogprobScorer, aux: AuxScorers, tokens: Tensor, scored: Tensor, entropy: Entropy = "none"
-) -> ScoredTokens:
+) -> TokenScores:
     """Return the full KL to the reference at each scored token, instead of log-probabilities."""
     scores, divergences = policy.compare(tokens, scored, entropy, aux.against(tokens, scored))
-    return ScoredTokens(divergences["reference"], scores.entropy)
+    return TokenScores(divergences["reference"], scores.entropy)
 
 
 def pad_rows(values: Sequence[Tensor], part: Microbatch, like: Tensor) -> Tensor:

@@ -26,7 +26,7 @@ from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.errors import ConfigError, UserError
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.rollout_files import token_values_path
-from ludus.training.batches.chunked_lm_head import Entropy, HiddenStates
+from ludus.training.batches.chunked_lm_head import Entropy, HiddenStates, TokenScores
 from ludus.training.collection.demonstrations import make_demonstrations
 from ludus.training.collection.filters import AlgorithmState
 from ludus.training.collection.prompt_stream import STREAM_FILE, WAITING_FILE, PromptStream, StreamState
@@ -36,7 +36,7 @@ from ludus.training.datasets.token_limits import rollout_warnings
 from ludus.training.distributed.collectives import Collectives, broadcast_weights
 from ludus.training.distributed.launcher import launch_ranks
 from ludus.training.learner.learner import Learner, LearnerSettings
-from ludus.training.learner.logprobs import LogprobScorer, ScoredTokens, TokenScorer
+from ludus.training.learner.logprobs import LogprobScorer, TokenScorer
 from ludus.training.learner.moe_routing_replay import RoutingReplay
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.learner.token_values import TokenValues
@@ -76,7 +76,7 @@ class AdapterOff:
     model: PreTrainedModel
     temperature: float
 
-    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> ScoredTokens:
+    def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> TokenScores:
         with self.model.disable_adapter():
             return self._scorer.score(tokens, scored, entropy)
 
