@@ -14,12 +14,12 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ludus.envs.base import Environment, World
-from ludus.envs.tool_env import run_in_thread
 from ludus.envs.tool_world import split_of
 from ludus.errors import UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
 from ludus.types import Action, Message, StepResult, Task
+from ludus.untrusted.worker import run_in_thread
 
 AgentFunction = Callable[..., object]
 """`agent(task, policy)`, plain or `async`; returns the answer."""

@@ -16,21 +16,18 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import Future
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from threading import Thread
-from typing import Protocol, TypeVar
+from typing import Protocol
 
 from ludus.envs.base import Environment
 from ludus.errors import EngineError, ToolFault, UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.tools.base import TIMEOUT_FACTORS, ArgumentError, Tool, ToolError, call_timeout
 from ludus.types import Action, Message, StepResult, Task, ToolCall, ToolOutcome, ToolStatus
-
-T = TypeVar("T")
+from ludus.untrusted.worker import run_in_thread
 
 
 class Resource(Protocol):
@@ -237,21 +234,6 @@ async def _try(tool: Tool, arguments: Mapping[str, object], attempts: _Attempts)
 def _error_reply(error: BaseException) -> _Reply:
     fault = error if isinstance(error, WorldError | EngineError) else None
     return _Reply(ToolStatus.RAISED, f"Error: {describe_error(error)}", fault)
-
-
-def run_in_thread(name: str, function: Callable[[], T]) -> Future[T]:
-    """Run a plain function in a new daemon thread, so that a hanging one blocks neither calls nor process exit."""
-    future: Future[T] = Future()
-
-    def work() -> None:
-        if future.set_running_or_notify_cancel():
-            try:
-                future.set_result(function())
-            except BaseException as error:  # boundary: raised in the task that awaits the future
-                future.set_exception(error)
-
-    Thread(target=work, name=name, daemon=True).start()
-    return future
 
 
 def _reply(tool: Tool, arguments: Mapping[str, object]) -> _Reply:
