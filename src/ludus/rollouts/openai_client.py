@@ -34,6 +34,7 @@ from ludus.chat.parse import PARSERS, ToolCallParser
 from ludus.chat.parse_json import MalformedCall, call_of, decode, tool_call
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import seed_for
+from ludus.engines.remote.http_client import CONNECTION_ERRORS, error_message, excerpt
 from ludus.envs.base import World
 from ludus.errors import ConfigError, EngineError, UserError
 from ludus.rollouts.episode import ChatSession
@@ -46,9 +47,7 @@ WireMessage = Mapping[str, object]
 """Message as sent. Unlike `Message`, its content may be null."""
 
 _PATH = "/chat/completions"
-_EXCERPT_CHARS = 300
 _LENGTH_STATUS = (400, 413, 422, 500)
-_RETRYABLE = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
 _TOO_LONG = re.compile(
     r"context_length_exceeded|exceed_context_size|maximum context length|maximum model length"
     r"|context (length|size|window)|prompt is too long|max_tokens must be at least 1, got -"
@@ -287,7 +286,7 @@ class OpenAIClient:
             try:
                 response = await self._post(body)
             except httpx.HTTPError as error:
-                if last or not isinstance(error, _RETRYABLE):
+                if last or not isinstance(error, CONNECTION_ERRORS):
                     tried = f"{attempt + 1} attempt{'s' * (attempt > 0)}"
                     text = f"{self.settings.target} did not respond ({tried}): {type(error).__name__}: {error}."
                     hint = "Check that the server is running and that the URL is correct."
@@ -323,7 +322,7 @@ class OpenAIClient:
 
     def _response_error(self, response: httpx.Response) -> EngineError | UserError:
         status, target, model = response.status_code, self.settings.target, self.settings.model
-        detail = f"{status}: {_error_message(response)}"
+        detail = f"{status}: {error_message(response)}"
         if status in (401, 403):
             key = "the API key" if self.settings.api_key else "requests without an API key"
             return UserError(f"{target} rejects {key} for the model {model!r} ({detail}).", "Set a valid key.")
@@ -469,10 +468,10 @@ def read_answer(body: bytes, turn: int, parser: ToolCallParser | None = None) ->
         reply = _Reply.model_validate(json.loads(text.encode("utf-8", "replace")))
     except (ValueError, RecursionError) as error:
         hint = "Check that the URL belongs to an OpenAI-compatible server."
-        raise EngineError(f"returned an invalid chat completion: {_excerpt(body)}", hint) from error
+        raise EngineError(f"returned an invalid chat completion: {excerpt(body)}", hint) from error
     choice = reply.choices[0]
     if choice.finish_reason in ("abort", "error"):
-        raise EngineError(f"aborted its response (finish reason {choice.finish_reason!r}): {_excerpt(body)}")
+        raise EngineError(f"aborted its response (finish reason {choice.finish_reason!r}): {excerpt(body)}")
     action, history = _read_message(choice.message, turn, parser)
     counted = reply.usage or _ReplyUsage()
     tokens = (counted.prompt_tokens, counted.completion_tokens)
@@ -528,22 +527,6 @@ def _read_function(function: Mapping[str, JsonValue]) -> tuple[str, dict[str, JS
     tool, arguments = call_of({**function, "arguments": value}, "arguments")
     is_unmodified = text and isinstance(value, dict)
     return tool, arguments, text if is_unmodified else json.dumps(arguments, ensure_ascii=False)
-
-
-def _error_message(response: httpx.Response) -> str:
-    """Return the message of an error response, or the beginning of its body."""
-    try:
-        body = response.json()
-    except (ValueError, RecursionError):
-        return _excerpt(response.content)
-    error = body.get("error", body) if isinstance(body, dict) else body
-    message = error.get("message") if isinstance(error, dict) else error
-    return _excerpt(message.encode("utf-8", "replace") if isinstance(message, str) else response.content)
-
-
-def _excerpt(body: bytes) -> str:
-    text = " ".join(body.decode("utf-8", "replace").split()) or "an empty body"
-    return text if len(text) <= _EXCERPT_CHARS else f"{text[:_EXCERPT_CHARS]} ..."
 
 
 def _adaptable_fields(sent: Mapping[str, object]) -> Iterator[str]:

@@ -25,7 +25,7 @@ _EXCERPT_CHARS = 300
 _LONGEST_WAIT_S, _HEALTH_S = 5.0, 5.0
 _ABORT = "/abort"
 _BUSY, _UNAUTHORIZED = (429, 503), 401
-_CONNECTION_ERRORS = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
+CONNECTION_ERRORS = (httpx.NetworkError, httpx.ConnectTimeout, httpx.RemoteProtocolError)
 
 Reply = TypeVar("Reply", bound=BaseModel)
 
@@ -187,7 +187,7 @@ class Replica:
         while True:
             try:
                 response = await self._send(method, path, body)
-            except _CONNECTION_ERRORS as error:
+            except CONNECTION_ERRORS as error:
                 self.weight_version = None
                 self._down_since = begin if self._down_since is None else self._down_since
                 if self.removed or time.monotonic() - self._down_since >= self.settings.connect_timeout_s:

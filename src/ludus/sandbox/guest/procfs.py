@@ -152,6 +152,6 @@ def _strings(text: bytes) -> list[str]:
 def _link(path: str) -> str:
     """Return a link's target, or "" for a zombie process."""
     try:
-        return os.readlink(path)
+        return os.readlink(path.encode()).decode("utf-8", "replace")
     except OSError:
         return ""

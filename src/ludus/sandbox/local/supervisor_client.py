@@ -16,6 +16,8 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
 
+from pydantic import TypeAdapter
+
 from ludus.errors import UserError, WorldError
 from ludus.sandbox.base import (
     FileChange,
@@ -42,6 +44,7 @@ _ESCAPED_BYTES = 12  # maximum length of a JSON-escaped character
 
 Header = dict[str, Any]  # header of a response, decoded from JSON and not validated
 Frame = tuple[Header, list[bytes]]
+_OUTCOME, _PROCESSES = TypeAdapter(Outcome), TypeAdapter(tuple[Process, ...])
 
 
 class SupervisorLostError(WorldError):
@@ -247,8 +250,8 @@ class SupervisedSession(SandboxSession, Generic[Host]):
         if header.get("cut"):
             raise WorldError("The arguments and variables of the session's processes exceed 128 KiB.")
         try:
-            return tuple(map(_parse_process, header["processes"]))
-        except (AttributeError, KeyError, TypeError, ValueError) as error:
+            return _PROCESSES.validate_python(header["processes"])
+        except (KeyError, ValueError) as error:
             raise WorldError("The sandbox sent an invalid process list.") from error
 
     async def restore(self, snapshot: Snapshot) -> None:
@@ -291,33 +294,7 @@ def _parse_outcome(header: Header, blobs: list[bytes]) -> Outcome:
         return _broken_outcome(f"The supervisor failed: {header['broken']}.")
     try:
         stdout, stderr, *contents = blobs
-        return Outcome(
-            stdout=stdout,
-            stderr=stderr,
-            exit=None if header["exit"] is None else int(str(header["exit"])),
-            signal=None if header["signal"] is None else int(str(header["signal"])),
-            timed_out=header["timed_out"] is True,
-            memory_exceeded=header["memory_exceeded"] is True,
-            truncated=header["truncated"] is True,
-            omitted_bytes=int(str(header["omitted_bytes"])),
-            files=dict(zip(string_list(header["names"]), contents, strict=True)),
-            cpu_s=float(str(header["cpu_s"])),
-            wall_s=float(str(header["wall_s"])),
-            peak_memory_bytes=int(str(header["peak_memory_bytes"])),
-        )
+        files = dict(zip(string_list(header["names"]), contents, strict=True))
+        return _OUTCOME.validate_python({**header, "stdout": stdout, "stderr": stderr, "files": files})
     except (ValueError, KeyError) as error:
         raise WorldError("The sandbox sent an invalid outcome.") from error
-
-
-def _parse_process(fields: Header) -> Process:
-    return Process(
-        pid=int(str(fields["pid"])),
-        parent=int(str(fields["parent"])),
-        started=int(str(fields["started"])),
-        state=str(fields["state"]),
-        title=str(fields["title"]),
-        program=str(fields["program"]),
-        folder=str(fields["folder"]),
-        argv=tuple(string_list(fields["argv"])),
-        environment={name: str(value) for name, value in fields["environment"].items()},
-    )

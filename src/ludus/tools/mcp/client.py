@@ -18,9 +18,9 @@ import shutil
 import sys
 import tempfile
 import weakref
-from collections.abc import AsyncIterator, Coroutine, Mapping, Sequence
+from collections.abc import Coroutine, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import AsyncExitStack, asynccontextmanager, suppress
+from contextlib import AsyncExitStack, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
     from jsonschema import ValidationError
     from mcp import types
     from mcp.client import Transport
-    from mcp.client._transport import TransportStreams
 
 T = TypeVar("T")
 
@@ -264,7 +263,7 @@ class McpServer:
         with tempfile.TemporaryFile("w+", encoding="utf-8", errors="replace") as errors:
             try:
                 async with asyncio.timeout(self.settings.start_timeout_s) as clock, AsyncExitStack() as stack:
-                    transport = _watch(await _transport(self.settings, errors, stack), connection.ended)
+                    transport = await _transport(self.settings, errors, stack, connection.ended)
                     connection.client = await stack.enter_async_context(Client(transport))
                     listed = await _all_tools(connection.client)
                     clock.reschedule(None)
@@ -316,14 +315,14 @@ def _stop(loop: asyncio.AbstractEventLoop, thread: Thread, connections: Sequence
         loop.close()
 
 
-async def _transport(settings: McpSettings, errors: IO[str], stack: AsyncExitStack) -> Transport:
+async def _transport(settings: McpSettings, errors: IO[str], stack: AsyncExitStack, ended: asyncio.Event) -> Transport:
     filters = MessageFilter(settings.max_message_bytes)
     if settings.command:
         from mcp.client.stdio import get_default_environment
 
         env = get_default_environment() | dict(settings.env)
         command = [_find_program(settings, env.get("PATH")), *settings.args]
-        return program_transport(command, env, settings.cwd, errors, filters)
+        return program_transport(command, env, settings.cwd, errors, filters, ended)
     from mcp.client.streamable_http import streamable_http_client
 
     headers = dict(settings.headers)
@@ -342,30 +341,6 @@ def _find_program(settings: McpSettings, path: str | None) -> str:
         message = f"The MCP server {settings.name} cannot be started: program {settings.command} not found."
         raise UserError(message, "Check that it is installed and on the PATH.")
     return found
-
-
-@asynccontextmanager
-async def _watch(transport: Transport, ended: asyncio.Event) -> AsyncIterator[TransportStreams]:
-    """Wrap the transport; `ended` is set before the session receives the end of the stream."""
-    import anyio
-    from mcp.shared.message import SessionMessage
-
-    async with transport as (reader, writer):
-        send, receive = anyio.create_memory_object_stream[SessionMessage | Exception](0)
-
-        async def pump() -> None:
-            async with send:
-                with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
-                    async for message in reader:
-                        await send.send(message)
-                ended.set()
-
-        async with anyio.create_task_group() as group:
-            group.start_soon(pump)
-            try:
-                yield receive, writer
-            finally:
-                group.cancel_scope.cancel()
 
 
 async def _all_tools(client: mcp.Client) -> tuple[types.Tool, ...]:

@@ -203,9 +203,17 @@ def _num_values(value: JSON) -> int:
 
 @asynccontextmanager
 async def program_transport(
-    command: Sequence[str], env: Mapping[str, str], cwd: str | None, errors: IO[str], filters: MessageFilter
+    command: Sequence[str],
+    env: Mapping[str, str],
+    cwd: str | None,
+    errors: IO[str],
+    filters: MessageFilter,
+    ended: asyncio.Event,
 ) -> AsyncIterator[TransportStreams]:
-    """Start a program with a file for its stderr; on exit, close its input and stop it with its descendants."""
+    """Start a program with a file for its stderr; on exit, close its input and stop it with its descendants.
+
+    `ended` is set before the session receives the end of the stream.
+    """
     from mcp.shared.message import SessionMessage
 
     launch, pipe = ("/bin/sh", "-c", _LAUNCH_SCRIPT, "sh", *command), asyncio.subprocess.PIPE
@@ -215,7 +223,7 @@ async def program_transport(
     answers, reader = anyio.create_memory_object_stream[SessionMessage | Exception](0)
     writer, requests = anyio.create_memory_object_stream[SessionMessage](0)
     async with anyio.create_task_group() as group:
-        group.start_soon(_read, process, filters, answers)
+        group.start_soon(_read, process, filters, answers, ended)
         group.start_soon(_write, process, requests)
         try:
             yield reader, writer
@@ -228,7 +236,10 @@ async def program_transport(
 
 
 async def _read(
-    child: asyncio.subprocess.Process, filters: MessageFilter, sink: MemoryObjectSendStream[SessionMessage | Exception]
+    child: asyncio.subprocess.Process,
+    filters: MessageFilter,
+    sink: MemoryObjectSendStream[SessionMessage | Exception],
+    ended: asyncio.Event,
 ) -> None:
     """Forward the program's messages; if the receiver is closed, drain the output so that the program can exit."""
     from mcp.shared.message import SessionMessage
@@ -240,17 +251,16 @@ async def _read(
 
     assert child.stdout is not None
     parts = chunks(child.stdout)
-    async with sink:
+    with suppress(anyio.ClosedResourceError, anyio.BrokenResourceError):
         async for line in filters.lines(parts):
             taken: SessionMessage | Exception
             try:
                 taken = SessionMessage(jsonrpc_message_adapter.validate_json(line, by_name=False))
             except ValueError as error:
                 taken = error
-            try:
-                await sink.send(taken)
-            except (anyio.ClosedResourceError, anyio.BrokenResourceError):
-                break
+            await sink.send(taken)
+    ended.set()
+    sink.close()
     async for _ in parts:
         pass
 
