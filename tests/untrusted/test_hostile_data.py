@@ -26,7 +26,7 @@ from ludus.sandbox.remote.client import FusionSandbox, PistonSandbox, RemoteSand
 from ludus.tools.mcp.client import ServedTool
 from ludus.types import Action, ToolCall, ToolStatus
 from ludus.untrusted import replies, worker
-from ludus.untrusted.replies import bounded_replies
+from ludus.untrusted.replies import bounded_client
 from ludus.untrusted.worker import LimitExceeded, call_bounded
 from ludus.worlds.code import guest_runner
 from ludus.worlds.code.grader import CodeGrader, CodeTruth, TestCase, read_value, same_value, show_value
@@ -295,7 +295,7 @@ def test_size_of_a_streaming_reply_is_limited(body, headers):
 
     async def ask():
         server = httpx.MockTransport(lambda request: httpx.Response(200, headers=headers, content=parts()))
-        async with httpx.AsyncClient(transport=server, event_hooks=bounded_replies(100_000)) as client:
+        async with bounded_client(transport=server, most=100_000) as client:
             await client.get("http://server/")
 
     with pytest.raises(httpx.DecodingError, match="more than"):

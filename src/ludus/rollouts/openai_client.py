@@ -1,19 +1,8 @@
-"""Client and chat session of an OpenAI-compatible chat-completions endpoint.
+"""Client and chat session of an OpenAI-compatible chat-completions endpoint, without token segments: for evaluation.
 
-Returns the same `Action`s as a local engine, without token segments, so that episodes serve evaluation but not
-training. One request per dialogue is in flight, and at most `concurrency` in total.
-
-- A request is retried unchanged after a connection error, a 429 and a 5xx, but not after a timeout, since the
-  server may still be processing it. Delays depend on the settings and Retry-After only.
-- Remaining errors are an `EngineError` with the server's message, or a `UserError` for a wrong URL, model or
-  key. A context that is too long is a stop reason of the episode.
-- Servers may reject `max_tokens` (for `max_completion_tokens`), a temperature of 0, any temperature but 1, seeds,
-  `top_k`, or reasoning in the history. A request rejected because of such a field is adapted and retried; once one
-  succeeds, the adaptation is reused (`AcceptedFields`).
-- The history contains the model's messages as received, including reasoning. Servers reject a history with tool
-  calls that are not JSON, so a malformed call stays in the history as text, and its error is sent as a user
-  message, as are results of calls that a `parser` extracted from the text.
-- Environment variables, such as those for proxies, are ignored; pass a client to use a proxy.
+A request is retried after a connection error, a 429 and a 5xx, but not after a timeout, since the server may still be
+processing it. One that is rejected because of a field, such as `max_tokens` or a temperature of 0, is adapted and
+retried, and the adaptation is reused (`AcceptedFields`). Proxies of the environment are ignored.
 """
 
 from __future__ import annotations
@@ -23,8 +12,6 @@ import json
 import re
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import astuple, dataclass, field, replace
-from functools import partial
-from types import TracebackType
 from typing import Self
 
 import httpx
@@ -41,7 +28,7 @@ from ludus.rollouts.episode import ChatSession
 from ludus.rollouts.scheduler import ChatSessionFactory, RolloutRequest, SamplingPlan, rollout_for, sampling_params
 from ludus.tools.base import Tool, ToolSchema
 from ludus.types import JSON, Action, CallError, Message, MessageToolCall, SamplingParams, Segment, StopReason, ToolCall
-from ludus.untrusted.replies import PLAIN, bounded_replies
+from ludus.untrusted.replies import bounded_client
 
 WireMessage = Mapping[str, object]
 """Message as sent. Unlike `Message`, its content may be null."""
@@ -211,25 +198,23 @@ class OpenAIClient:
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     usage: TokenUsage = field(init=False, default_factory=TokenUsage)
     accepted: AcceptedFields = field(init=False, default=AcceptedFields())
-    _owned: httpx.AsyncClient | None = field(init=False, default=None)
+    _http: httpx.AsyncClient = field(init=False)
     _slots: asyncio.Semaphore = field(init=False)
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.settings.concurrency)
+        self._http = self.client or bounded_client(httpx.Limits(max_connections=self.settings.concurrency))
 
     async def __aenter__(self) -> Self:
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, *_: object) -> None:
         await self.close()
 
     async def close(self) -> None:
         """Close the connections unless `client` was passed."""
-        if self._owned is not None:
-            await self._owned.aclose()
-            self._owned = None
+        if self.client is None:
+            await self._http.aclose()
 
     async def chat(
         self,
@@ -306,19 +291,11 @@ class OpenAIClient:
             headers["Authorization"] = f"Bearer {settings.api_key}"
         try:
             async with asyncio.timeout(settings.timeout_s):
-                post = partial(self._client().post, settings.target, content=body, headers=headers)
-                return await post(timeout=None, follow_redirects=False)
+                request = self._http.build_request("POST", settings.target, content=body, headers=headers, timeout=None)
+                return await self._http.send(request, follow_redirects=False)
         except TimeoutError as error:
             text = f"{settings.target} did not respond within {settings.timeout_s:g} s."
             raise EngineError(text, "Raise the timeout or lower the concurrency.") from error
-
-    def _client(self) -> httpx.AsyncClient:
-        if self.client is not None:
-            return self.client
-        if self._owned is None:
-            limits, hooks = httpx.Limits(max_connections=self.settings.concurrency), bounded_replies()
-            self._owned = httpx.AsyncClient(limits=limits, trust_env=False, headers=PLAIN, event_hooks=hooks)
-        return self._owned
 
     def _response_error(self, response: httpx.Response) -> EngineError | UserError:
         status, target, model = response.status_code, self.settings.target, self.settings.model

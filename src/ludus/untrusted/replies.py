@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping
+from collections.abc import AsyncIterator, Iterator, Mapping
 from dataclasses import dataclass
 
 import httpx
 
 MAX_BYTES = 64 * 2**20
 PLAIN = {"Accept-Encoding": "identity"}  # headers of a request whose response must be uncompressed
+_NO_LIMITS = httpx.Limits()
 _COMPRESSION_FACTOR = 100  # divisor of the size limit for a compressed response
 
 
@@ -43,20 +44,30 @@ class _CountedStream(httpx.AsyncByteStream, httpx.SyncByteStream):
         return part
 
 
-def bounded_replies(most: int | None = None) -> Mapping[str, list[Callable[[httpx.Response], Awaitable[None]]]]:
-    """Return `event_hooks` of an `httpx.AsyncClient` that raise DecodingError for a larger response.
-
-    `most` defaults to `MAX_BYTES`.
-    """
+def bounded_client(
+    limits: httpx.Limits = _NO_LIMITS,
+    *,
+    headers: Mapping[str, str] | None = None,
+    most: int | None = None,
+    transport: httpx.AsyncBaseTransport | None = None,
+) -> httpx.AsyncClient:
+    """Create a client without timeouts and proxies; raises DecodingError for a response above `most` or `MAX_BYTES`."""
 
     async def count(response: httpx.Response) -> None:
         _count(response, MAX_BYTES if most is None else most)
 
-    return {"response": [count]}
+    return httpx.AsyncClient(
+        limits=limits,
+        transport=transport,
+        headers=PLAIN | dict(headers or {}),
+        timeout=None,
+        trust_env=False,
+        event_hooks={"response": [count]},
+    )
 
 
 def get_bounded(url: str, timeout_s: float) -> httpx.Response:
-    """Send a GET outside an event loop and return the response. Raises as `bounded_replies`."""
+    """Send a GET outside an event loop and return the response. Raises as `bounded_client`."""
     hooks = {"response": [lambda response: _count(response, MAX_BYTES)]}
     with httpx.Client(timeout=timeout_s, trust_env=False, headers=PLAIN, event_hooks=hooks) as client:
         return client.get(url)

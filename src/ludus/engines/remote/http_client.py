@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from ludus.engines.control_tokens import find_token
 from ludus.errors import EngineError, UserError
-from ludus.untrusted.replies import PLAIN, bounded_replies, get_bounded
+from ludus.untrusted.replies import bounded_client, get_bounded
 
 _EXCERPT_CHARS = 300
 _LONGEST_WAIT_S, _HEALTH_S = 5.0, 5.0
@@ -221,10 +221,7 @@ class Replica:
         loop = asyncio.get_running_loop()
         if self._connection is None or self._connection.loop is not loop:
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=256)
-            client = httpx.AsyncClient(
-                limits=limits, timeout=None, trust_env=False, headers=PLAIN, event_hooks=bounded_replies()
-            )
-            self._connection = _Connection(loop, client, asyncio.Lock())
+            self._connection = _Connection(loop, bounded_client(limits), asyncio.Lock())
         return self._connection
 
     def _unreachable_error(self, path: str, error: httpx.HTTPError, attempts: int) -> EngineError:

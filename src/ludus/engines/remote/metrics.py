@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import httpx
 
 from ludus.engines.base import EngineStats, combined
-from ludus.untrusted.replies import PLAIN, bounded_replies
+from ludus.untrusted.replies import bounded_client
 
 _POLL_INTERVAL_S = 1.0
 _TIMEOUT_S = 2.0
@@ -137,11 +137,7 @@ class ServerStats:
         loop = asyncio.get_running_loop()
         if self._read_lock is None or self._read_lock[0] is not loop:
             self._read_lock = loop, asyncio.Lock()
-        hooks = bounded_replies(_MAX_BYTES)
-        async with (
-            self._read_lock[1],
-            httpx.AsyncClient(timeout=_TIMEOUT_S, trust_env=False, headers=PLAIN, event_hooks=hooks) as client,
-        ):
+        async with self._read_lock[1], bounded_client(most=_MAX_BYTES) as client:
             await asyncio.gather(*(self._fetch(client, url) for url in self.urls()))
 
     async def _fetch(self, client: httpx.AsyncClient, url: str) -> None:

@@ -12,11 +12,9 @@ import signal
 import socket
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any, Generic, TypeVar
-
-from pydantic import TypeAdapter
 
 from ludus.errors import UserError, WorldError
 from ludus.sandbox.base import (
@@ -44,7 +42,13 @@ _ESCAPED_BYTES = 12  # maximum length of a JSON-escaped character
 
 Header = dict[str, Any]  # header of a response, decoded from JSON and not validated
 Frame = tuple[Header, list[bytes]]
-_OUTCOME, _PROCESSES = TypeAdapter(Outcome), TypeAdapter(tuple[Process, ...])
+_OUTCOME: dict[str, Callable[[object], Any]] = {
+    **dict.fromkeys(("exit", "signal"), lambda value: None if value is None else int(str(value))),
+    **dict.fromkeys(("timed_out", "memory_exceeded", "truncated"), lambda value: value is True),
+    **dict.fromkeys(("omitted_bytes", "peak_memory_bytes"), lambda value: int(str(value))),
+    **dict.fromkeys(("cpu_s", "wall_s"), lambda value: float(str(value))),
+}
+"""Conversions of the fields of a header."""
 
 
 class SupervisorLostError(WorldError):
@@ -250,8 +254,8 @@ class SupervisedSession(SandboxSession, Generic[Host]):
         if header.get("cut"):
             raise WorldError("The arguments and variables of the session's processes exceed 128 KiB.")
         try:
-            return _PROCESSES.validate_python(header["processes"])
-        except (KeyError, ValueError) as error:
+            return tuple(map(_parse_process, header["processes"]))
+        except (AttributeError, KeyError, TypeError, ValueError) as error:
             raise WorldError("The sandbox sent an invalid process list.") from error
 
     async def restore(self, snapshot: Snapshot) -> None:
@@ -295,6 +299,14 @@ def _parse_outcome(header: Header, blobs: list[bytes]) -> Outcome:
     try:
         stdout, stderr, *contents = blobs
         files = dict(zip(string_list(header["names"]), contents, strict=True))
-        return _OUTCOME.validate_python({**header, "stdout": stdout, "stderr": stderr, "files": files})
+        return Outcome(stdout, stderr, files=files, **{name: read(header[name]) for name, read in _OUTCOME.items()})
     except (ValueError, KeyError) as error:
         raise WorldError("The sandbox sent an invalid outcome.") from error
+
+
+def _parse_process(header: Header) -> Process:
+    numbers = {name: int(str(header[name])) for name in ("pid", "parent", "started")}
+    texts = {name: str(header[name]) for name in ("state", "title", "program", "folder")}
+    environment = {name: str(value) for name, value in header["environment"].items()}
+    fields: Header = {**numbers, **texts, "argv": tuple(string_list(header["argv"])), "environment": environment}
+    return Process(**fields)

@@ -38,7 +38,7 @@ from ludus.sandbox.base import (
     validate_files,
 )
 from ludus.sandbox.guest.streams import BoundedOutput
-from ludus.untrusted.replies import PLAIN, bounded_replies
+from ludus.untrusted.replies import bounded_client
 
 MAX_RESPONSE_BYTES = 256 * 2**20  # maximum size of a response with all files of a run
 Reply = TypeVar("Reply", bound=BaseModel)
@@ -114,15 +114,11 @@ class HttpClient:
     def _loop_client(self) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()
         if self._client is None or self._loop is not loop:
-            headers = {"Content-Type": "application/json", **PLAIN}
+            headers = {"Content-Type": "application/json"}
             if self.token:
                 headers["Authorization"] = f"Bearer {self.token}"
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            hooks = bounded_replies(self.max_bytes)
-            self._client = httpx.AsyncClient(
-                headers=headers, limits=limits, timeout=None, trust_env=False, event_hooks=hooks
-            )
-            self._loop = loop
+            self._client, self._loop = bounded_client(limits, headers=headers, most=self.max_bytes), loop
         return self._client
 
 
