@@ -3,12 +3,6 @@
 A task's id and family are prefixed with its world's name, which is also its tag `world`; the world itself receives the
 original task. The outcome of every world is the part `solved`, normalized so that a solved task is 1. Its other parts
 are scaled accordingly, named after the world, and scored only on its tasks.
-
-The world of each position follows from the weights alone. With `S(p)` the sum of a pool's shares over the
-first `p` positions, the pool has been chosen at least `floor(S(p))` and at most `ceil(S(p))` times, so a step
-has exact shares if those are integers. The j-th turn of a pool may come from the first position with `S > j
-- 1` on, and is due at the first one with `S >= j`; the earliest due goes first, which meets every deadline
-(the chairman assignment problem, Tijdeman, Discrete Mathematics 32, 1980).
 """
 
 from __future__ import annotations
@@ -30,8 +24,7 @@ from ludus.rewards.code.turns import Progress, TurnVerifier
 from ludus.sandbox.base import Sandbox
 from ludus.types import WORLD_TAG, Action, Message, StepResult, Task, ToolOutcome, Trajectory
 
-_SLACK = 1e-9
-"""Tolerance for equality of sums of shares."""
+_SLACK = 1e-9  # tolerance for equality of sums of shares
 
 
 @dataclass(frozen=True)
@@ -51,7 +44,12 @@ class TaskPool:
 
 @dataclass
 class Shares:
-    """Assignment of a pool to each position. Weights change over the first `num_chunks` chunks."""
+    """Assignment of a pool to each position, from the weights, which change over the first `num_chunks` chunks, alone.
+
+    With `S(p)` the sum of a pool's shares over the first `p` positions, the pool has been chosen at least `floor(S(p))`
+    and at most `ceil(S(p))` times. Its j-th turn may come from the first position with `S > j - 1` on, and is due at
+    the first one with `S >= j`; the earliest due goes first (Tijdeman, Discrete Mathematics 32, 1980).
+    """
 
     pools: Sequence[TaskPool]
     chunk: int = 1
@@ -161,8 +159,7 @@ class MixtureOrder:
         return [next(found[i]) for i in turns]
 
 
-SOLVED = "solved"
-"""The reward part that all worlds share: 1 if the task is solved."""
+SOLVED = "solved"  # the reward part that all worlds share: 1 if the task is solved
 _BELOW_ONE = math.nextafter(1.0, 0.0)
 
 

@@ -1,13 +1,8 @@
 """One episode: a chat session with the policy, alternating with an environment.
 
-`EngineChatSession` works on exact tokens: it appends sampled ids and rendered deltas, and never re-tokenizes
-text. `run_episode` alternates actions and environment steps until a stop reason and returns a scored `Trajectory`;
-`run_unscored` leaves scoring to a reward executor.
-
-Each environment call times out after `environment_timeout_s` (unless it blocks the event loop or ignores
-cancellation), excluding the wait for a sandbox session. Raises `WorldError` or `EngineError` for infrastructure
-failures only, never because of model output. Session and environment are always closed, also on cancellation;
-`start`, `step` and `close` run in one asyncio task.
+`EngineChatSession` works on exact tokens: it appends sampled ids and rendered deltas, and never re-tokenizes text.
+Raises `WorldError` or `EngineError` for infrastructure failures only, never because of model output. Session and
+environment are always closed, also on cancellation; `start`, `step` and `close` run in one asyncio task.
 """
 
 from __future__ import annotations
@@ -57,7 +52,11 @@ _NOT_RENDERED = "The environment's messages cannot be rendered:"
 
 @dataclass(frozen=True, slots=True)
 class EpisodeLimits:
-    """Limits of one episode: turns, consecutive tool errors, and seconds (None: no wall-clock limit)."""
+    """Limits of one episode: turns, consecutive tool errors, and seconds (None: no wall-clock limit).
+
+    `environment_timeout_s` bounds each call of the environment, without waits for a sandbox session, unless it blocks
+    the event loop or ignores cancellation.
+    """
 
     max_turns: int = 6
     max_tool_errors: int = 3

@@ -1,12 +1,8 @@
 """Ledger of rollouts: each one ends exactly once as trained, masked, dropped or failed.
 
-Call `start` when an episode begins and `finish` with its outcome; the ledger counts outcomes and reasons per step and
-over the run. It rejects an end without a start, a second end, closing a step with running rollouts, and training a
-rollout twice, also across a resume. It is not thread-safe: use it from one event loop. In a `spanning` ledger rollouts
-may outlive their step: the counts of a step then cover the rollouts that ended since the previous step closed.
-
-    started --finish--> trained | masked | dropped | failed        (per rollout, once)
-    start/finish ... -> close(step) -> LedgerCounts                (per step, in order)
+It rejects an end without a start, a second end, closing a step with running rollouts, and training a rollout twice,
+also across a resume. Use it from one event loop. In a `spanning` ledger rollouts may outlive their step: the counts of
+a step then cover the rollouts that ended since the previous step closed.
 """
 
 from __future__ import annotations
@@ -78,10 +74,6 @@ class LedgerCounts:
         if sum(self.by_reason.values()) != sum(ended):
             raise AccountingError(f"a reason in {sorted(self.by_reason)} belongs to no outcome.")
 
-    @property
-    def running(self) -> int:
-        return self.started - self.trained - self.masked - self.dropped - self.failed
-
     def plus(self, other: LedgerCounts) -> LedgerCounts:
         """Return the sum of both, as counts of the whole run."""
         reasons, counts, more = Counter(self.by_reason), asdict(self), asdict(other)
@@ -122,18 +114,16 @@ class _OpenStep:
     restored_drops: Counter[str] = field(default_factory=Counter)
 
 
-KEPT_STEPS = 16
-"""Number of newest closed steps whose counts and trained rollouts are retained."""
+KEPT_STEPS = 16  # number of newest closed steps whose trained rollouts are retained
 _TRAINS = (RolloutOutcome.TRAINED, RolloutOutcome.MASKED)
 
 
 class Ledger:
-    """Count the rollouts of a run. Steps close in order; the newest closed ones stay readable."""
+    """Count the rollouts of a run. Steps close in order."""
 
     def __init__(self, *, spanning: bool = False) -> None:
         self._spanning = spanning
         self._open_steps: dict[int, _OpenStep] = {}
-        self._closed: dict[int, LedgerCounts] = {}
         self._trained: set[RolloutKey] = set()
         self._state = LedgerState()
 
@@ -188,9 +178,6 @@ class Ledger:
         self._open_steps.pop(step, None)
         self._trained.update(key for key, ending in page.endings.items() if ending and ending[0] in _TRAINS)
         self._trained = {key for key in self._trained if key.step > step - KEPT_STEPS}
-        self._closed[step] = counts
-        if len(self._closed) > KEPT_STEPS:
-            del self._closed[min(self._closed)]
         ahead = tuple(sorted(key for key in self._trained if key.step > step))
         self._state = LedgerState(self._state.total.plus(counts), step, ahead)
         for key in carried:
@@ -209,20 +196,6 @@ class Ledger:
         for key in running:
             del whole.endings[key]
         return running
-
-    def summary(self, step: int) -> LedgerCounts:
-        """Return the counts of a step. AccountingError for one closed before `restore` or `KEPT_STEPS` steps ago."""
-        if step in self._closed:
-            return self._closed[step]
-        self._check_not_closed(step)
-        return _counts(step, self._open_steps.get(step, _OpenStep()))
-
-    def total(self) -> LedgerCounts:
-        """Return the counts of the run so far, including open steps."""
-        total = self._state.total
-        for page in self._open_steps.values():
-            total = total.plus(_counts(None, page))
-        return total
 
     def state(self) -> LedgerState:
         """Return the state for `restore`; with the ended rollouts of open steps in the totals of a spanning ledger."""

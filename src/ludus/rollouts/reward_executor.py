@@ -1,10 +1,8 @@
 """Reward executors: compute rewards off the event loop, in separate processes or on a thread.
 
-Each process scores trajectories sequentially, so that a slow verifier blocks neither engine nor tools. A process
-is killed if scoring takes longer than `rollout.reward_timeout_s`, not counting time in the queue. Raises WorldError
-for an error of a reward and for a timeout, with its source location, and continues in a fresh process. Rewards
-that cannot be pickled (rewards of an episode, tasks of types defined in this process) are computed on a thread of
-this process, with a warning.
+A process exits if scoring takes longer than `rollout.reward_timeout_s`. Raises WorldError for an error of a reward and
+for a timeout, with its source location. Rewards that cannot be pickled (rewards of an episode, tasks of types defined
+in this process) are computed on a thread of this process, with a warning.
 """
 
 from __future__ import annotations
@@ -38,8 +36,7 @@ from ludus.rollouts.reward_process import (
 from ludus.types import Task, Trajectory
 from ludus.untrusted.worker import TIMED_OUT, LimitedProcess, LimitExceeded, ProcessPool, UnreadableCall, run_in_thread
 
-START_S = 120.0
-"""Timeout for a process to build its world (s)."""
+START_S = 120.0  # timeout for a process to build its world (s)
 _FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 
 log = logging.getLogger("ludus.rewards")

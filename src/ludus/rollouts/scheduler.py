@@ -1,10 +1,8 @@
 """Schedule many episodes concurrently, and build schedulers from settings.
 
-Returns one `Episode` per request, in order; one with a permanent infrastructure failure has the stop reason
-`failed`. Concurrency is bounded. Infrastructure failures, and only those, are retried in a fresh environment
-with the same seed. Raises the first `WorldError` or `EngineError` once more episodes have failed than
-`max_failure_rate` allows; then, and on cancellation, all running episodes are closed first. Every attempt and
-every wall-clock limit that fired is recorded in the ledger.
+Infrastructure failures, and only those, are retried in a fresh environment with the same seed; an episode with a
+permanent one has the stop reason `failed`. Raises the first `WorldError` or `EngineError` once more episodes have
+failed than `max_failure_rate` allows; then, and on cancellation, all running episodes are closed first.
 """
 
 from __future__ import annotations
@@ -110,7 +108,7 @@ class LockstepEngine:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """Request for one episode: its key, its task, and whether it is greedy (temperature 0)."""
+    """Request for one episode; a greedy one has temperature 0."""
 
     key: RolloutKey
     task: Task

@@ -1,17 +1,8 @@
 """Control of streamed groups: bounded staleness by admission, and automatic concurrency.
 
-`StalenessController` decides how many groups may start and which of them train next. A group admitted while
-episodes start on version `v` has no token older than `v`, and step `s` trains the weights of version `s - 1`.
-With the bound `k` the group is therefore due at step `v + k + 1`. A step takes a fixed number of groups, those
-due first, so it suffices that for every step `d` from the next one on, no more groups are due until `d` than
-the steps until `d` take. Admission preserves this condition, and `take` waits for a group that would violate
-it. Slow groups are never dropped: an admitted group is taken unless it is discarded explicitly.
-
-`ConcurrencyController` searches for the smallest concurrency that saturates learner and engine, by the rule
-`next_in_flight`. It estimates the speedup of larger batches from a linear fit of the duration of engine passes,
-and the concurrency that the learner needs from Little's law.
-
-Neither depends on a clock, an engine or an event loop, so that simulations run the same code.
+With the staleness bound `k`, a group whose episodes start on version `v` or newer is due at step `v + k + 1`. Admission
+ensures that for every step `d`, no more groups are due until `d` than the steps until `d` take; `take` waits for a
+group that would violate this. Nothing here depends on a clock, an engine or an event loop, for simulations.
 """
 
 from __future__ import annotations
@@ -151,23 +142,16 @@ class StalenessController:
         return all(number <= size * (step - first + 1) for number, step in enumerate(due, 1))
 
 
-MIN_IDLE = 0.05
-"""Minimum fraction of idle time at which learner or engine counts as idle."""
-MAX_QUEUE_RATIO = 0.25
-"""Maximum ratio of waiting to running requests; above it, concurrency shrinks."""
-MIN_GAIN = 0.05
-"""Minimum engine speedup at which concurrency grows."""
+MIN_IDLE = 0.05  # minimum fraction of idle time at which learner or engine counts as idle
+MAX_QUEUE_RATIO = 0.25  # maximum ratio of waiting to running requests; above it, concurrency shrinks
+MIN_GAIN = 0.05  # minimum engine speedup at which concurrency grows
 GROWTH, SHRINKAGE = 1.3, 0.85
-MIN_FACTOR = 0.7
-"""Largest reduction per step, as a factor."""
-TARGET_BATCHES = 1.5
-"""Target number of batches waiting for the learner."""
-CHANGE_PER_BATCH = 0.2
-"""Relative change of concurrency per batch above or below `TARGET_BATCHES`."""
-INITIAL_GROWTH = 2.0
-"""Growth factor per step until concurrency suffices for the first time."""
-DECAY = 0.8
-"""Decay of a measurement's weight per step."""
+MIN_FACTOR = 0.7  # largest reduction per step
+TARGET_BATCHES = 1.5  # target number of batches waiting for the learner
+CHANGE_PER_BATCH = 0.2  # relative change of concurrency per batch above or below `TARGET_BATCHES`
+INITIAL_STEPS = 2  # initial concurrency, as a multiple of the episodes of a step
+INITIAL_GROWTH = 2.0  # growth factor per step until concurrency suffices for the first time
+DECAY = 0.8  # decay of a measurement's weight per step
 
 
 @dataclass(frozen=True, slots=True)
@@ -218,11 +202,6 @@ def next_in_flight(now: int, load: EngineLoad, min_limit: int, max_limit: int, g
     return max(min_limit, min(max_limit, round(wanted)))
 
 
-def first_in_flight(episodes_per_step: int) -> int:
-    """Return the initial concurrency: the episodes of two steps."""
-    return 2 * episodes_per_step
-
-
 @dataclass(frozen=True, slots=True)
 class PassTimes:
     """Mean batch size and duration (s) of the engine's forward passes in a step."""
@@ -260,7 +239,12 @@ class PassTimeModel:
 
 @dataclass
 class ConcurrencyController:
-    """`limit` on episodes in flight; grows by `INITIAL_GROWTH` per step until it first suffices, then by `GROWTH`."""
+    """Search for the smallest `limit` on episodes in flight that saturates learner and engine, by `next_in_flight`.
+
+    The speedup of larger batches follows from a linear fit of the duration of engine passes, the concurrency that the
+    learner needs from Little's law. The growth factor per step is `INITIAL_GROWTH` until the limit suffices, then
+    `GROWTH`.
+    """
 
     limit: int
     min_limit: int

@@ -27,12 +27,12 @@ from ludus.rollouts.group_queue import GroupQueue
 from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollouts.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler, SchedulerLimits
 from ludus.rollouts.stream_control import (
+    INITIAL_STEPS,
     ConcurrencyController,
     EngineLoad,
     PassTimes,
     StalenessController,
     StalenessSchedule,
-    first_in_flight,
 )
 from ludus.simulator.costs import Costs, EpisodeShape, RunLayout, ToolCost
 from ludus.simulator.devices import DevicePool, Overlap, SimEngine, SimLearner, now, run_virtual
@@ -290,7 +290,7 @@ class _Simulation:
 
     async def asynchronous(self) -> list[SimStep]:
         layout, budget = self.layout, FailureBudget(self.layout.episodes)
-        limit = ConcurrencyController(first_in_flight(layout.episodes), layout.members, layout.max_in_flight)
+        limit = ConcurrencyController(INITIAL_STEPS * layout.episodes, layout.members, layout.max_in_flight)
         queue = GroupQueue(
             admission=StalenessController(StalenessSchedule(layout.groups, layout.max_staleness, layout.steps)),
             source=self.source,

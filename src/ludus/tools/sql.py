@@ -1,15 +1,10 @@
 """Queries on an SQLite database with limits on work, time, memory and output, and without disk access.
 
-A `Database` contains the bytes of a database file. Every query runs on a separate connection to a copy in memory, so
-calls may run in parallel and cannot affect each other or a file. In a writable database the changes of successful
-queries persist.
-
-An authorizer permits reads and computation (in a writable database also changes of tables) and rejects all other
-actions: ATTACH, pragmas with side effects, extensions, transactions, `random`. A progress handler stops a query after
-`SqlLimits.steps` VM instructions, which is deterministic, or `SqlLimits.seconds`. A single instruction or an expression
-without a jump cannot be interrupted; the limits on value length, function calls and `printf` widths keep them short (at
-most 15 ms on a slow core, for `trim`). The memory limit is SQLite's own and counts all of its connections in the
-process; the lowest limit ever set applies. Not covered: `date('now')` returns the current time.
+Every query runs on a separate connection to a copy in memory. A progress handler stops a query after `SqlLimits.steps`
+VM instructions, which is deterministic, or `SqlLimits.seconds`. A single instruction or an expression without a jump
+cannot be interrupted; the limits on value length, function calls and `printf` widths keep them short (at most 15 ms on
+a slow core). The memory limit counts all connections of the process. Not covered: `date('now')` returns the current
+time.
 """
 
 from __future__ import annotations
@@ -49,8 +44,8 @@ ACTIONS = {
     sqlite3.SQLITE_CREATE_TABLE: "CREATE TABLE is",
 }
 PRAGMAS = frozenset({"table_info", "table_xinfo", "foreign_key_list", "index_list", "index_info"})  # read-only pragmas
+# Rejected functions: they load code, are nondeterministic, or access files.
 FUNCTIONS = frozenset({"load_extension", "random", "randomblob", "fts3_tokenizer", "readfile", "writefile"})
-"""Rejected functions: they load code, are nondeterministic, or access files."""
 NO_SUCH = re.compile(r"no such (table|column): ((?:\w+\.)?(\w+))")
 LIKE_CHARACTERS = 100
 COLUMNS = 100
@@ -95,7 +90,10 @@ class Result:
 
 @dataclass(eq=False)
 class Database:
-    """Database of an episode. `image` contains the bytes of a database file."""
+    """Database of an episode, in which changes of successful queries persist if it is `writable`.
+
+    `image` contains the bytes of a database file.
+    """
 
     image: bytes = field(repr=False)
     writable: bool = False

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+import ledger_total
 from ludus.algorithms.spec.resolve import PRESETS, algorithm_of
 from ludus.cli.ui.progress import format_idle
 from ludus.config.load import load_config
@@ -569,12 +570,12 @@ def test_spanning_ledger_counts_finished_and_carries_running_episodes():
     ledger.start(late)
     ledger.finish(early, RolloutOutcome.TRAINED, "trained")
     counts = ledger.close(1, trained=1)
-    assert (counts.started, counts.trained, ledger.total().running) == (1, 1, 1)
+    assert (counts.started, counts.trained, ledger_total.running(ledger)) == (1, 1, 1)
     with pytest.raises(AccountingError, match="never started"):
         ledger.finish(early, RolloutOutcome.TRAINED, "trained")
     ledger.finish(late, RolloutOutcome.MASKED, "over_age")
     assert ledger.close(2, trained=0).by_reason == {"masked/over_age": 1}
-    assert (ledger.total().started, ledger.total().running) == (2, 0)
+    assert (ledger_total.total(ledger).started, ledger_total.running(ledger)) == (2, 0)
 
 
 def test_spanning_ledger_state_includes_episodes_finished_since_last_step():
@@ -584,9 +585,9 @@ def test_spanning_ledger_state_includes_episodes_finished_since_last_step():
     ledger.start(failed)
     ledger.start(running)
     ledger.finish(failed, RolloutOutcome.FAILED, "engine")
-    total = Ledger.restore(ledger.state(), spanning=True).total()
-    assert (total.started, total.failed) == (1, 1)
-    assert ledger.total().started == 2
+    counts = ledger_total.total(Ledger.restore(ledger.state(), spanning=True))
+    assert (counts.started, counts.failed) == (1, 1)
+    assert ledger_total.total(ledger).started == 2
     assert ledger.close(2, trained=0).failed == 1
 
 

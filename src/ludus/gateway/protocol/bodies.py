@@ -3,9 +3,7 @@
 Unknown fields of a request are rejected, and so are unsupported fields that change the result, unless they have their
 neutral value. Fields that only label a request are ignored.
 
-The types of the package `openai` are not used: they lack vLLM's fields (`token_ids`, `prompt_logprobs`,
-`weight_versions`, ...), do not support log-probabilities that are already encoded, and would be a new dependency
-(30 MB, 0.3 s to import).
+The types of the package `openai` are not used: they lack vLLM's fields (`token_ids`, `prompt_logprobs`, ...).
 """
 
 from __future__ import annotations

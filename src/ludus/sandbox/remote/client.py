@@ -1,10 +1,8 @@
 """Backends behind a URL: a `ludus sandbox serve` server, and the public services SandboxFusion and Piston.
 
-Every request has a deadline: the limits plus a margin. Requests are never retried. Messages to a server are JSON, with
-bytes as base64; dataclasses of the sandbox interface are encoded by their fields.
-
-The isolation of a public service depends on its setup. Of the limits, only wall time and memory per process are
-requested; output beyond `output_bytes` is cut here. Files are not returned, and there are no sessions.
+Every request has a deadline: the limits plus a margin. Requests are never retried. The isolation of a public service
+depends on its setup. Of the limits, only wall time and memory per process are requested; output beyond `output_bytes`
+is cut here. Files are not returned, and there are no sessions.
 """
 
 from __future__ import annotations
@@ -17,7 +15,7 @@ import signal
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import ceil
-from typing import Annotated, Generic, Literal, TypeVar
+from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 
 import httpx
 from pydantic import BaseModel, BeforeValidator, ConfigDict, ValidationError
@@ -82,19 +80,26 @@ class ErrorMessage(_Message):
 
 
 @dataclass(eq=False)
-class HttpClient:
-    """Client of a service, for one event loop at a time; `hint` is for errors, `max_bytes` bounds a response."""
+class HttpSandbox(Sandbox):
+    """Base class of backends behind a URL, for one event loop at a time.
 
-    url: str
-    token: str
-    hint: str
-    max_bytes: int | None = None
-    _client: httpx.AsyncClient | None = field(default=None, init=False)
-    _loop: asyncio.AbstractEventLoop | None = field(default=None, init=False)
+    `margin_s` is added to the limits of a request. `hint` is for errors; `max_bytes` bounds a response.
+    """
 
-    async def post(self, path: str, content: str, timeout_s: float) -> httpx.Response:
-        """POST JSON and return the response. Raises WorldError if none arrives within `timeout_s`."""
-        url = f"{self.url.rstrip('/')}{path}"
+    settings: SandboxSettings
+    margin_s: float = 30.0
+    hint: ClassVar[str]
+    max_bytes: ClassVar[int | None] = None
+    _client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = field(default=None, init=False)
+
+    async def close(self) -> None:
+        client, self._client = self._client, None
+        if client is not None and client[0] is asyncio.get_running_loop():
+            await client[1].aclose()
+
+    async def send(self, path: str, content: str, limits: Limits) -> httpx.Response:
+        """POST JSON and return the response. Raises WorldError if none arrives in time."""
+        url, timeout_s = f"{self.settings.url.rstrip('/')}{path}", limits.wall_s + self.margin_s
         try:
             async with asyncio.timeout(timeout_s):
                 return await self._loop_client().post(url, content=content)
@@ -106,32 +111,15 @@ class HttpClient:
             message = f"The sandbox server {url} is unreachable: {type(error).__name__}: {error}."
             raise WorldError(message, self.hint) from error
 
-    async def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None and self._loop is asyncio.get_running_loop():
-            await client.aclose()
-
     def _loop_client(self) -> httpx.AsyncClient:
         loop = asyncio.get_running_loop()
-        if self._client is None or self._loop is not loop:
+        if self._client is None or self._client[0] is not loop:
             headers = {"Content-Type": "application/json"}
-            if self.token:
-                headers["Authorization"] = f"Bearer {self.token}"
+            if self.settings.token:
+                headers["Authorization"] = f"Bearer {self.settings.token}"
             limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            self._client, self._loop = bounded_client(limits, headers=headers, most=self.max_bytes), loop
-        return self._client
-
-
-@dataclass(eq=False)
-class HttpSandbox(Sandbox):
-    """Base class of backends behind a URL. `margin_s` is added to the limits of a request."""
-
-    settings: SandboxSettings
-    margin_s: float = 30.0
-    http: HttpClient = field(init=False)
-
-    async def close(self) -> None:
-        await self.http.close()
+            self._client = loop, bounded_client(limits, headers=headers, most=self.max_bytes)
+        return self._client[1]
 
 
 @dataclass(eq=False)
@@ -139,6 +127,8 @@ class RemoteSandbox(HttpSandbox):
     """The remote backend. Use and close it on one event loop."""
 
     name = "remote"
+    hint = "Check its log, or start it with `ludus sandbox serve`."
+    max_bytes = MAX_RESPONSE_BYTES
 
     def __post_init__(self) -> None:
         if not self.settings.url.startswith(("http://", "https://")) or not self.settings.token:
@@ -146,8 +136,6 @@ class RemoteSandbox(HttpSandbox):
                 "The remote backend needs a server's URL and token.",
                 "Start a server with `ludus sandbox serve`; then set sandbox.url and sandbox.token.",
             )
-        hint = "Check its log, or start it with `ludus sandbox serve`."
-        self.http = HttpClient(self.settings.url, self.settings.token, hint, MAX_RESPONSE_BYTES)
 
     async def _run(self, request: RunRequest) -> Outcome:
         message = RunMessage.model_construct(
@@ -166,7 +154,7 @@ class RemoteSandbox(HttpSandbox):
 
     async def post(self, path: str, message: BaseModel, reply: type[Reply], limits: Limits) -> Reply:
         """POST a message and parse the response. Raises UserError if refused, WorldError on failures."""
-        response = await self.http.post(path, message.model_dump_json(), limits.wall_s + self.margin_s)
+        response = await self.send(path, message.model_dump_json(), limits)
         try:
             if response.status_code == httpx.codes.OK:
                 return reply.model_validate_json(response.content)
@@ -214,7 +202,6 @@ class RemoteSession(SandboxSession):
         return (await self.sandbox.post(path, message, reply, self.limits)).content
 
 
-_SETUP_HINT = "See docs/use/sandbox.md for the required setup of the service."
 Text = Annotated[str, BeforeValidator(lambda value: "" if value is None else value)]
 
 
@@ -263,10 +250,11 @@ class _Service(HttpSandbox):
     Raises UserError if the service refuses or stdin is not UTF-8, WorldError if the service fails.
     """
 
+    hint = "See docs/use/sandbox.md for the required setup of the service."
+
     def __post_init__(self) -> None:
         if not self.settings.url.startswith(("http://", "https://")):
             raise UserError(f"The {self.name} backend needs the URL of its service.", "Set sandbox.url.")
-        self.http = HttpClient(self.settings.url, self.settings.token, _SETUP_HINT)
 
     async def _post(self, path: str, request: RunRequest, message: Mapping[str, object], kind: type[Reply]) -> Reply:
         language = "bash" if request.source is None else "python"
@@ -274,9 +262,9 @@ class _Service(HttpSandbox):
             content = json.dumps({"language": language, "stdin": request.stdin.decode(), **message})
         except UnicodeDecodeError as error:
             raise UserError("Execution services require stdin to be valid UTF-8.") from error
-        response = await self.http.post(path, content, request.limits.wall_s + self.margin_s)
+        response = await self.send(path, content, request.limits)
         if response.is_client_error:
-            raise UserError(f"{self.name} refused the run: {response.text[:500]}", _SETUP_HINT)
+            raise UserError(f"{self.name} refused the run: {response.text[:500]}", self.hint)
         if response.is_error:
             raise WorldError(f"{self.name} returned {response.status_code}: {response.text[:500]}")
         try:

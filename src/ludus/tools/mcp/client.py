@@ -3,10 +3,8 @@
     server = mcp_server(command="mcp-server-time")
     ToolWorld(..., tools=server.tools, resources=[server])
 
-Requires the extra `mcp` (the official package). Each server has a separate thread, so its tools work from any
-event loop and from all episodes at once. If a server died, the next call restarts it. If it dies during a call,
-the call raises WorldError: the toolbox retries it if the tool is idempotent; otherwise the episode fails as an
-infrastructure failure. Closing, or interpreter exit, stops the server's processes.
+Each server has a separate thread, so its tools work from any event loop. If a server died, the next call restarts it.
+If it dies during a call, the call raises WorldError. Closing, or interpreter exit, stops the server's processes.
 """
 
 from __future__ import annotations
@@ -45,8 +43,7 @@ T = TypeVar("T")
 
 MAX_NAME: Final = 64  # maximum length of a tool's name in OpenAI-compatible servers
 STOP_S: Final = 10.0  # timeout for a server to stop (s); its processes are killed earlier
-_CLOSED: Final = "Connection closed"
-"""The package's message for a lost connection; servers use its error code for other errors too."""
+_CLOSED: Final = "Connection closed"  # the package's message; servers use its error code for other errors too
 _LOST_SESSION: Final = ("Session terminated", "Server returned an error response", "SSE stream ")
 """Prefixes of the package's messages when an HTTP server lost the session, failed, or dropped a response."""
 

@@ -21,7 +21,7 @@ from ludus.engines.base import RemoteStats, RollingUpdate, SupportsRollingUpdate
 from ludus.rollouts.group_queue import GroupBatch, GroupQueue
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler
-from ludus.rollouts.stream_control import ConcurrencyController, StalenessController, StalenessSchedule, first_in_flight
+from ludus.rollouts.stream_control import INITIAL_STEPS, ConcurrencyController, StalenessController, StalenessSchedule
 from ludus.training.collection.filters import staleness_metrics
 from ludus.training.collection.prompt_stream import STREAM_FILE, PromptStream, StreamState
 from ludus.training.collection.replay_buffer import REPLAY_FILE, ReplayBuffer
@@ -92,7 +92,7 @@ class AsyncTrainer:
         tasks = [group.requests[0].task.id for group in before.groups]
         source = PromptStream(collector, order, pace.groups_per_step, staleness.oversample, tasks)
         runner = StreamRunner(collector, collector.scheduler, pace.groups_per_step * collector.group_size)
-        start, most = first_in_flight(runner.num_requests), config.rollout.concurrency
+        start, most = INITIAL_STEPS * runner.num_requests, config.rollout.concurrency
         limit = ConcurrencyController(start, min(collector.group_size, most), most)
         stream = GroupQueue(
             admission=StalenessController(pace, done),
