@@ -2,8 +2,8 @@
 
 import pytest
 
+from chat_conformance import ProbeDialogue, check_conformance, probe_dialogues
 from chat_families import GEMMA4, GEMMA4_SPECIAL, GLM, GLM_SPECIAL, GPT_OSS, GPT_OSS_SPECIAL, KIMI, QWEN3, byte_level
-from ludus.chat.conformance import ProbeDialogue, check_conformance, probe_dialogues
 from ludus.chat.render import TemplateRenderer
 from ludus.tools.base import tool
 from ludus.types import Message

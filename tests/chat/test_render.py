@@ -9,6 +9,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from chat_conformance import ProbeDialogue, check_conformance, probe_dialogues
 from chat_families import (
     CHATML,
     GEMMA,
@@ -21,7 +22,6 @@ from chat_families import (
     byte_level,
     metaspace,
 )
-from ludus.chat.conformance import ProbeDialogue, check_conformance, probe_dialogues
 from ludus.chat.parse_tags import RETOOL
 from ludus.chat.render import _MARKER, ControlGuard, TemplateRenderer, control_ids, render_dialogue
 from ludus.chat.tags import TagsRenderer

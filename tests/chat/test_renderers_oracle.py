@@ -20,8 +20,8 @@ from pathlib import Path
 import pytest
 from tokenizers import AddedToken
 
+from chat_conformance import ProbeDialogue, probe_dialogues
 from chat_families import KIMI, byte_level
-from ludus.chat.conformance import ProbeDialogue, probe_dialogues
 from ludus.chat.parse import PARSERS
 from ludus.chat.render import TemplateRenderer
 from ludus.errors import UserError

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from ludus.chat.conformance import check_conformance
+from chat_conformance import check_conformance
 from ludus.chat.render import TemplateRenderer
 from ludus.cli.main import main
 from ludus.diagnostics.trackers import read_metrics

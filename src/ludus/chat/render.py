@@ -291,10 +291,7 @@ class TemplateRenderer:
             )
             return text
         except (TemplateError, TypeError) as error:
-            raise UserError(
-                f"The chat template rejects the dialogue: {error}",
-                "Check it with ludus.chat.conformance, or set env.rendering to 'tags'.",
-            ) from error
+            raise UserError(f"The chat template rejects the dialogue: {error}", _FIX_TEMPLATE) from error
 
     def _renders(self, conversation: Sequence[Mapping[str, object]], tools: Sequence[ToolSchema] = ()) -> bool:
         try:

@@ -12,8 +12,8 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from importlib import resources
 from itertools import accumulate
+from pathlib import Path
 
 from ludus.chat.render import TemplateRenderer, control_ids, decode_exactly, render_dialogue
 from ludus.errors import UserError
@@ -213,7 +213,7 @@ def _assistant_indices(messages: Sequence[Message]) -> list[int]:
 def probe_dialogues() -> tuple[ProbeDialogue, ...]:
     """Return the built-in dialogues: typical rollouts and adversarial tool output."""
     look_up = tool(name="look_up")(_look_up)
-    text = resources.files("ludus.chat").joinpath("probe_dialogues.jsonl").read_text("utf-8")
+    text = Path(__file__).with_name("chat").joinpath("probe_dialogues.jsonl").read_text("utf-8")
     rows = [json.loads(line) for line in text.strip().split("\n")]
     return tuple(ProbeDialogue(row["name"], tuple(row["messages"]), (look_up,) * row["tools"]) for row in rows)
 
