@@ -19,7 +19,6 @@ readability, the following parts of the full system are left out:
 from __future__ import annotations
 
 import argparse
-import hashlib
 import json
 import lzma
 import random
@@ -44,14 +43,18 @@ MICROBATCH, SAMPLING_BATCH = 8, 96  # episodes in one forward pass
 SYSTEM = "Answer the question. Search until you know."
 PARAMETERS = {"type": "object", "properties": {"query": {"type": "string"}, "k": {"type": "integer"}}}
 SEARCH = {"name": "search", "description": "Search the encyclopedia.", "parameters": PARAMETERS}
-ASKS = {
-    "city": ("Which city does {} serve?", "{} serves which city?"),
-    "country": ("In which country is {}?", "What is the country of {}?"),
-    "population": ("What is the population of {}?", "How many people live in {}?"),
-}
+FAMILIES = ("airport/city", "airport/city/country", "airport/city/population")
 Search = Callable[[str, int], str]
 Logprobs = Sequence[list[float]]  # of all tokens of each episode except the first
-KEPT = {"United States": 1 / 8, "Brazil": 1 / 3}  # fraction of questions kept, so that guessing a country does not pay
+
+
+class Hop(NamedTuple):
+    relation: str
+    subject: str
+    query: str
+    value: str
+    aliases: list[str]
+    passage: str
 
 
 @dataclass(frozen=True)
@@ -66,34 +69,22 @@ def plain(text: str) -> str:  # without accents
     return "".join(c for c in unicodedata.normalize("NFKD", text) if not unicodedata.combining(c))
 
 
-def share(text: str) -> float:  # a number in [0, 1) that depends only on the text
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest(), "big") / 2**64
-
-
 def build_world() -> tuple[list[Question], list[str]]:
     """Return questions about airports that serve a city with a unique name, and the passages that answer them."""
-    packed = resources.files("ludus.worlds.search") / "data" / "facts.json.xz"
-    tables = json.loads(lzma.decompress(packed.read_bytes()))
+    packed = resources.files("ludus.worlds.search") / "data" / "questions.jsonl.xz"
+    rows, *splits = map(json.loads, lzma.decompress(packed.read_bytes()).decode().split("\n"))
+    hops = [Hop(*row) for row in rows]
     questions, passages = [], []
-    for airport, city, code in tables["airports"]:
-        name, country, people, timezone, _, spellings = tables["cities"][city]
-        place, iso3 = tables["countries"][country][:2]
-        passages.append(f"{airport} is an airport. It serves {name} and has the code {code}.")
-        passages.append(f"{name} is a city in the country of {place}.")
-        passages.append(f"{name} has a population of {people} people.")
-        passages.append(f"{name} keeps the time zone {timezone}.")
-        served, number = f"the city that {airport} serves", share(f"airport:{airport}")
-        split = "train" if number < 0.74 else "validation" if number < 0.80 else "test"
-        for family, subject, answers in (
-            ("airport/city", airport, (name, *spellings)),
-            ("airport/city/country", served, (place, plain(place), iso3)),
-            ("airport/city/population", served, (str(people),)),
-        ):
-            relation = family.rpartition("/")[2]
-            if relation != "country" or share(f"kept:{family}{airport}") < KEPT.get(place, 1.0):
-                ask = ASKS[relation][int(share(f"{family}:{airport}") * 2)]
-                questions.append(Question(ask.format(subject), answers, family, split))
-    return questions, list(dict.fromkeys(passages))
+    for split, asked in zip(("train", "validation", "test"), splits, strict=False):
+        for family, _, text, places in asked:
+            if family in FAMILIES:
+                last = hops[places[-1]]
+                questions.append((places[0], Question(text, (last.value, *last.aliases), family, split)))
+    stated = {(hop.relation, hop.subject): hop.passage for hop in hops}
+    for hop in hops:
+        if hop.relation == "city":  # which an airport serves
+            passages += [hop.passage, *(stated[other, hop.value] for other in ("country", "population", "timezone"))]
+    return [question for _, question in sorted(questions, key=lambda pair: pair[0])], list(dict.fromkeys(passages))
 
 
 def make_search(passages: Sequence[str]) -> Search:

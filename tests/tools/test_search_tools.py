@@ -3,7 +3,6 @@
 import asyncio
 import json
 import random
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -152,7 +151,7 @@ def test_search_world_supports_dense_and_hybrid_methods(method, folder, monkeypa
 
     few = PassageIndex(PASSAGES)
     monkeypatch.setattr(module, "_index", lambda: few)
-    monkeypatch.setattr(module, "load_facts", lambda: SimpleNamespace(passages=PASSAGES))
+    monkeypatch.setattr(module, "passage_values", lambda: dict.fromkeys(PASSAGES))
     world = make_search_world({"method": method, "encoder": str(folder)}, ToolLimits())
     assert type(world.index) is {"dense": DenseIndex, "hybrid": HybridIndex}[method]
     found = world.tool.function(query=PASSAGES[3], k=1)

@@ -14,7 +14,8 @@ from importlib.resources import files
 from itertools import islice
 
 import pytest
-from generators.search.__main__ import facts_text
+from generators.search.__main__ import data_text
+from generators.search.compose import CHAINS, HELD_OUT, NOUNS, QUERIES, QUESTION_FORMS
 
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.registry import build_world
@@ -24,17 +25,7 @@ from ludus.rewards.base import check_rewards, success
 from ludus.rewards.exact_match import ExpectedAnswers, matches, normalise
 from ludus.rollouts.episode import EpisodeLimits, run_episode
 from ludus.types import Action, Message, StopReason, ToolCall
-from ludus.worlds.search.facts import load_facts
-from ludus.worlds.search.questions import (
-    CHAINS,
-    HELD_OUT,
-    NOUNS,
-    QUERIES,
-    QUESTION_FORMS,
-    SPLITS,
-    WEIGHTS,
-    all_questions,
-)
+from ludus.worlds.search.questions import SPLITS, WEIGHTS, all_hops, all_questions, passage_values
 from ludus.worlds.search.world import (
     SYSTEM,
     SearchFlaws,
@@ -58,7 +49,7 @@ def world():
 @pytest.fixture(scope="module")
 def questions():
     """Every question by split."""
-    pools = {split: all_questions(load_facts(), split) for split in SPLITS}
+    pools = {split: all_questions(split) for split in SPLITS}
     return {split: [q for pool in pools[split].values() for q in pool] for split in SPLITS}
 
 
@@ -87,7 +78,7 @@ def test_ids_are_unique_over_all_splits(tasks, questions):
 
 def test_training_questions_have_no_head_of_another_split(questions):
     def heads(split):
-        return {(q.family.split("/")[0], q.head) for q in questions[split]}
+        return {(q.family.split("/")[0], q.hops[0].subject) for q in questions[split]}
 
     train, validation, test = heads("train"), heads("validation"), heads("test")
     assert len(validation) > 500
@@ -191,7 +182,7 @@ def read_question(text):
 
 
 def test_following_the_passages_from_the_question_reaches_the_answer(questions):
-    says = {relation: stated(load_facts().passages, relation) for relation in STATED}
+    says = {relation: stated(passage_values(), relation) for relation in STATED}
     for split in SPLITS:
         asked = questions[split]
         for question in asked if len(asked) < 5_000 else some(asked, 5_000):
@@ -205,42 +196,43 @@ def test_following_the_passages_from_the_question_reaches_the_answer(questions):
 def test_every_hop_starts_where_the_previous_one_ended(questions):
     for question in questions["test"]:
         subjects = [hop.subject for hop in question.hops]
-        values = [hop.fact.value for hop in question.hops]
-        assert subjects == [question.head, *values[:-1]]
+        values = [hop.value for hop in question.hops]
+        assert subjects == [question.hops[0].subject, *values[:-1]]
         assert question.answers[0] == values[-1]
-        assert all(hop.subject in hop.fact.passage for hop in question.hops)
-        assert all(hop.fact.value in hop.fact.passage for hop in question.hops)
+        assert all(hop.subject in hop.passage for hop in question.hops)
+        assert all(hop.value in hop.passage for hop in question.hops)
 
 
-def test_generator_reproduces_the_facts_byte_for_byte():
-    packed = (files("ludus.worlds.search") / "data/facts.json.xz").read_bytes()
-    assert lzma.decompress(packed).decode() == facts_text()
+def test_generator_reproduces_the_questions_byte_for_byte():
+    packed = (files("ludus.worlds.search") / "data/questions.jsonl.xz").read_bytes()
+    assert lzma.decompress(packed).decode() == data_text()
 
 
 def test_name_and_time_zone_identify_one_country_and_the_name_alone_does_not(questions):
     by_pair, by_name = defaultdict(set), defaultdict(set)
-    for homonym in load_facts().homonyms:
-        by_pair[homonym.name, homonym.timezone].add(homonym.country.value)
-        by_name[homonym.name].add(homonym.country.value)
+    for hop in all_hops():
+        if ", in the time zone" in hop.passage:
+            by_pair[hop.query].add(hop.value)
+            by_name[hop.subject].add(hop.value)
     assert {len(countries) for countries in by_pair.values()} == {1}
     pairs = [q for q in questions["train"] if q.family == "intersection"]
-    assert sum(len(by_name[q.head]) > 1 for q in pairs) / len(pairs) > 0.85
+    assert sum(len(by_name[q.hops[0].subject]) > 1 for q in pairs) / len(pairs) > 0.85
 
 
 # Search
 
 
 def test_passages_are_single_lines_without_duplicates(world):
-    passages = world.facts.passages
+    passages = list(passage_values())
     assert len(set(passages)) == len(passages) > 20_000
     assert not any("\n" in passage for passage in passages)
 
 
 def test_a_careful_query_finds_the_passage_of_each_hop(world, questions):
     hops = [hop for question in some(questions["test"], 500) for hop in question.hops]
-    found = [hop.fact.passage in world.index.search(hop.query, 2) for hop in hops]
+    found = [hop.passage in world.index.search(hop.query, 2) for hop in hops]
     assert sum(found) / len(found) > 0.97
-    late = [hop.fact.passage in world.index.search(hop.query, 5) for hop in hops]
+    late = [hop.passage in world.index.search(hop.query, 5) for hop in hops]
     assert sum(late) / len(late) > 0.99
 
 
@@ -253,14 +245,14 @@ def test_turn_reward_counts_newly_found_passages(world, tasks):
 
 
 def test_a_bare_name_does_not_find_the_country_of_a_city(world):
-    cities = some(world.facts.cities.values(), 300, seed=1)
-    found = [city.facts["country"].passage in world.index.search(city.name, 2) for city in cities]
+    hops = some([hop for hop in all_hops() if hop.query.endswith(" city country")], 300, seed=1)
+    found = [hop.passage in world.index.search(hop.subject, 2) for hop in hops]
     assert sum(found) / len(found) < 0.05
 
 
 def test_a_single_condition_mostly_finds_the_wrong_place(world, questions):
     pairs = some([q for q in questions["train"] if q.family == "intersection"], 200)
-    by_name = [q.hops[0].fact.passage in world.index.search(q.head, 1) for q in pairs]
+    by_name = [q.hops[0].passage in world.index.search(q.hops[0].subject, 1) for q in pairs]
     assert sum(by_name) / len(by_name) < 0.5
 
 
@@ -366,7 +358,7 @@ def test_searching_and_reading_answers_nearly_all_questions(world, tasks):
 
 def test_flawless_expert_answers_nearly_all_questions(world, tasks, questions):
     by_id = {q.id: q for q in questions["test"]}
-    expert = SearchSolver(world.facts, world.tool.function, NO_FLAWS)
+    expert = SearchSolver(world.tool.function, NO_FLAWS)
     chosen, agents = some(tasks["test"], 300, seed=1), []
     for task in chosen:
         turns = expert.turns(by_id[task.id], random.Random(0)) or []
@@ -488,7 +480,7 @@ def test_tool_output_in_demonstrations_is_the_output_of_the_tool(demonstrations,
 
 def flawed(world, pool, flaws, num=300):
     """The turns of questions by an expert with these flaws."""
-    expert, rng = SearchSolver(world.facts, world.tool.function, flaws), random.Random(7)
+    expert, rng = SearchSolver(world.tool.function, flaws), random.Random(7)
     played = [(q, expert.turns(q, rng)) for q in some(pool, num)]
     return [(q, turns) for q, turns in played if turns is not None]
 
@@ -508,14 +500,14 @@ THREE_HOPS = [family for family in ("/".join(chain) for chain in CHAINS) if fami
 def test_the_expert_stops_early_as_often_as_configured(world, questions):
     flaws = replace(NO_FLAWS, stop_early=SearchFlaws().stop_early)
     played = flawed(world, in_family(questions, *TWO_HOPS), flaws)
-    early = [turns[-1].text == q.hops[0].fact.value != q.answers[0] for q, turns in played]
+    early = [turns[-1].text == q.hops[0].value != q.answers[0] for q, turns in played]
     assert share(sum(early), len(early), flaws.stop_early)
 
 
 def test_the_expert_stops_after_the_second_hop_as_often_as_configured(world, questions):
     flaws = replace(NO_FLAWS, stop_second=SearchFlaws().stop_second)
     played = flawed(world, in_family(questions, *THREE_HOPS), flaws)
-    early = [turns[-1].text == q.hops[1].fact.value and len(set(searches(turns))) == 2 for q, turns in played]
+    early = [turns[-1].text == q.hops[1].value and len(set(searches(turns))) == 2 for q, turns in played]
     assert share(sum(early), len(early), flaws.stop_second)
 
 
@@ -531,7 +523,7 @@ def test_the_expert_searches_by_a_bare_name_as_often_as_configured(world, questi
 def test_expert_uses_one_of_two_conditions_as_often_as_configured(world, questions):
     flaws = replace(NO_FLAWS, lazy_intersection=SearchFlaws().lazy_intersection)
     played = flawed(world, in_family(questions, "intersection"), flaws)
-    lazy = [searches(turns) == [q.head] for q, turns in played]
+    lazy = [searches(turns) == [q.hops[0].subject] for q, turns in played]
     assert share(sum(lazy), len(lazy), flaws.lazy_intersection)
 
 

@@ -29,8 +29,15 @@ from ludus.rewards.shaping import citation_support, either, only_if
 from ludus.tools.base import Tool
 from ludus.tools.search import DenseIndex, FolderEncoder, HybridIndex, PassageIndex, RankedIndex, search_tool
 from ludus.types import JSON, Message, Task, ToolStatus, Trajectory
-from ludus.worlds.search.facts import Facts, load_facts
-from ludus.worlds.search.questions import SPLITS, WEIGHTS, Hop, SearchQuestion, all_questions, sample_questions
+from ludus.worlds.search.questions import (
+    SPLITS,
+    WEIGHTS,
+    Hop,
+    SearchQuestion,
+    all_questions,
+    passage_values,
+    sample_questions,
+)
 
 SYSTEM = {
     "tool": "Answer the question. Search until you know.",
@@ -97,13 +104,12 @@ class Turn:
 class SearchSolver:
     """Generates demonstrations for questions. `search` is the function of the tool."""
 
-    facts: Facts
     search: Callable[..., str]
     flaws: SearchFlaws
 
     def turns(self, question: SearchQuestion, rng: random.Random) -> list[Turn] | None:
         """Return the turns of one dialogue, or None if the precise queries do not find a passage."""
-        findable = all(hop.fact.passage in self.search(hop.query, 5) for hop in question.hops)
+        findable = all(hop.passage in self.search(hop.query, 5) for hop in question.hops)
         return list(self._write(question, rng)) if findable else None
 
     def _write(self, question: SearchQuestion, rng: random.Random) -> Iterator[Turn]:
@@ -119,30 +125,30 @@ class SearchSolver:
             if hop.query != hop.subject and rng.random() < flaws.lazy_query:
                 lazy = self._search(f"Find the {hop.relation}.", hop.subject)
                 yield lazy
-                if hop.fact.passage not in lazy.found:
+                if hop.passage not in lazy.found:
                     yield Turn(self._first_value(lazy.found, hop))
                     return
             else:
                 yield from self._find(hop)
             stop = (flaws.stop_early, flaws.stop_second)[min(depth, 1)]
             if depth + 1 < len(hops) and rng.random() < stop:
-                yield Turn(hop.fact.value)
+                yield Turn(hop.value)
                 return
-        yield Turn(hops[-1].fact.value)
+        yield Turn(hops[-1].value)
 
     def _find(self, hop: Hop) -> Iterator[Turn]:
         """Search with the precise query; if the passage is not among the first two, request five."""
         thought = f"Find the {hop.relation}."
         first = self._search(thought, hop.query)
         yield first
-        if hop.fact.passage not in first.found:
+        if hop.passage not in first.found:
             yield Turn(thought, hop.query, 5, self.search(hop.query, 5))
 
     def _search(self, thought: str, query: str) -> Turn:
         return Turn(thought, query, found=self.search(query))
 
     def _first_value(self, found: str, hop: Hop) -> str:
-        values = self.facts.values
+        values = passage_values()
         return next((values[passage] for passage in found.split("\n") if passage in values), hop.subject)
 
 
@@ -167,11 +173,6 @@ class SearchWorld(World):
     name: str = "search"
     splits: Sequence[str] = SPLITS
 
-    @cached_property
-    def facts(self) -> Facts:
-        """The knowledge base."""
-        return load_facts()
-
     @property
     def index(self) -> RankedIndex:
         """The index of all passages. Raises UserError for an encoder that cannot be read."""
@@ -182,7 +183,6 @@ class SearchWorld(World):
 
     @cached_property
     def tool(self) -> Tool:
-        """The tool `search(query, k)`."""
         return search_tool(self.index, self.settings.k)
 
     @cached_property
@@ -203,7 +203,7 @@ class SearchWorld(World):
 
     def _retrieved(self, task: Task, trajectory: Trajectory) -> Progress:
         question = self._question(task)
-        needed = set() if question is None else {hop.fact.passage for hop in question.hops}
+        needed = set() if question is None else {hop.passage for hop in question.hops}
         reached: list[set[str]] = [set() for _ in range(trajectory.num_turns)]
         for outcome in trajectory.outcomes:
             turn = turn_of_call(outcome.call_id)
@@ -216,7 +216,6 @@ class SearchWorld(World):
         return _questions(split, self.settings.seed).get(task.id) if split in SIZES else None
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Return the tasks of a split, families mixed by their weights, in a fixed order."""
         check_split(split, self.splits, self.name)
         return _tasks(self.settings, split)
 
@@ -231,7 +230,6 @@ class SearchWorld(World):
         return Message(role="system", content=system), Message(role="user", content=text)
 
     def environment(self, task: Task) -> ToolEnv:
-        """Return a new episode."""
         tools = (self.tool,) if self.settings.access == "tool" else ()
         return ToolEnv(tools, self.rewards, self.limits)
 
@@ -241,7 +239,7 @@ class SearchWorld(World):
         All questions of the training split can occur, families with their weights.
         """
         rng = random.Random(f"demonstrations:{seed}")
-        pools = _training_questions()
+        pools = all_questions("train")
         weights = {family: WEIGHTS[family] for family in pools}
         expert = self._expert(SearchFlaws())
         while True:
@@ -266,40 +264,34 @@ class SearchWorld(World):
         return None if turns is None else Dialogue((*task.prompt, *to_messages(turns)), (self.tool,))
 
     def _expert(self, flaws: SearchFlaws) -> SearchSolver:
-        return SearchSolver(self.facts, self.tool.function, flaws)  # type: ignore[arg-type]
+        return SearchSolver(self.tool.function, flaws)  # type: ignore[arg-type]
 
     def texts(self) -> Iterator[str]:
         """Yield passages, then dialogues as text, to train a tokenizer on."""
-        yield from self.facts.passages
+        yield from passage_values()
         for dialogue in islice(self.demonstrations(seed=0), self.num_text_dialogues):
             yield f"{self.tool.name}(query: string, k: integer) {self.tool.description}"
             yield from dialogue.texts()
 
     def make_task(self, question: SearchQuestion, split: str) -> Task:
-        """Return the task of a question."""
         tags = {"split": split, "family": question.family, "hops": str(len(question.hops))}
         return Task(question.id, self.opening(question.text), ExpectedAnswers(question.answers), tags)
 
 
 @cache
 def _index() -> PassageIndex:
-    return PassageIndex(load_facts().passages)
+    return PassageIndex(tuple(passage_values()))
 
 
 @cache
 def _dense_index(folder: str) -> DenseIndex:
-    return DenseIndex(load_facts().passages, FolderEncoder(Path(folder)))
+    return DenseIndex(tuple(passage_values()), FolderEncoder(Path(folder)))
 
 
 @cache
 def _questions(split: str, seed: int) -> Mapping[str, SearchQuestion]:
     """Return the questions of a split by id, composed once per process."""
-    return {question.id: question for question in sample_questions(load_facts(), split, SIZES[split], seed)}
-
-
-@cache
-def _training_questions() -> Mapping[str, Sequence[SearchQuestion]]:
-    return all_questions(load_facts(), "train")
+    return {question.id: question for question in sample_questions(split, SIZES[split], seed)}
 
 
 @lru_cache(maxsize=8)
