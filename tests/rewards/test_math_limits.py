@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from fractions import Fraction
 
 import pytest
 
 from ludus.rewards.math import math_verify, worker
 from ludus.rewards.math.math_verify import Expression, is_equal
+from ludus.rewards.math.notation import ExpressionNode
 
 ENDLESS = [
     ("10**10**10", "7"),
@@ -57,5 +59,5 @@ def test_invalid_gold_answer_raises_error():
 
 
 def test_expressions_without_variables_have_no_ratio():
-    one, two = (["number", "", digit, []] for digit in "12")
+    one, two = (ExpressionNode("number", value=Fraction(digit)) for digit in (1, 2))
     assert worker.judge("ratio", one, two) == 0

@@ -1,18 +1,7 @@
-"""Tag protocols for base models, without a chat template. Special tokens in user and tool messages, and result tags in
-tool output, are broken (`ludus.chat.render`).
+"""Tag protocols for base models, without a chat template: Search-R1 (`env.rendering` is `tags`) and ReTool (`code`).
 
-Search-R1 and ReSearch (`env.rendering` is `tags`), for a world with a tool `search` whose only required
-argument is a string `query`:
-
-    <think> ... </think> <search> query </search>   the model
-    <information> ... </information>                the environment
-    <answer> ... </answer>                          the model, at the end
-
-ReTool and ToRL (`code`), for a world with a tool `python` whose only required argument is a string `code`:
-
-    ... <code> program </code>                      the model
-    <interpreter> output </interpreter>             the environment
-    ... <answer> ... </answer>                      the model, at the end
+A world needs a tool whose only required argument is the text of the call, `search(query)` or `python(code)`. Special
+tokens in user and tool messages, and result tags in tool output, are broken (`ludus.chat.render`).
 """
 
 from __future__ import annotations

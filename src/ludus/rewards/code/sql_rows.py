@@ -99,20 +99,12 @@ def _match(rows: Sequence[Row], expected: Rows) -> bool:
 
 
 def _have_matching(extra: Sequence[Row], missing: Sequence[Row], tolerance: float) -> bool:
-    """Return whether the rows can be matched one to one, by augmenting paths."""
-    fits = [[j for j, other in enumerate(missing) if _same(row, other, tolerance)] for row in extra]
-    partner: dict[int, int] = {}
+    """Return whether the rows can be matched one to one."""
+    from scipy.sparse import csr_array
+    from scipy.sparse.csgraph import maximum_bipartite_matching
 
-    def assign(i: int, seen: set[int]) -> bool:
-        for j in fits[i]:
-            if j not in seen:
-                seen.add(j)
-                if j not in partner or assign(partner[j], seen):
-                    partner[j] = i
-                    return True
-        return False
-
-    return all(assign(i, set()) for i in range(len(extra)))
+    fits = csr_array([[_same(row, other, tolerance) for other in missing] for row in extra])
+    return bool((maximum_bipartite_matching(fits) >= 0).all())
 
 
 def _orders(rows: Sequence[Row], expected: Rows, width: int) -> Iterator[tuple[int, ...]]:

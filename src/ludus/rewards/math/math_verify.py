@@ -8,7 +8,6 @@ and memory (`ludus.rewards.math.worker`).
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -27,7 +26,7 @@ from ludus.rewards.math.parser import read
 from ludus.rewards.math.regions import region_of
 from ludus.rewards.math.worked_out import is_worked_out
 from ludus.rewards.math.worker import judge
-from ludus.types import JSON, Task, Trajectory
+from ludus.types import Task, Trajectory
 from ludus.untrusted.worker import LimitedProcess, LimitExceeded, ProcessKilled
 
 CPU_S = 4.0
@@ -342,20 +341,11 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
     return base ** int(exponent)
 
 
-def _compare(kind: str, gold: ExpressionNode, given: ExpressionNode) -> int:
-    return _compare_trees(json.dumps([kind, _to_json(gold), _to_json(given)]))
-
-
-def _to_json(node: ExpressionNode) -> JSON:
-    value = None if node.value is None else str(node.value)
-    return [node.op, node.name, value, [_to_json(arg) for arg in node.args]]
-
-
 @lru_cache(maxsize=20_000)
-def _compare_trees(request: str) -> int:
+def _compare(kind: str, gold: ExpressionNode, given: ExpressionNode) -> int:
     """Return the result of a comparison; 0 if it exceeds the limits."""
     try:
-        return _process(os.getpid()).call(partial(judge, *json.loads(request)), CPU_S)
+        return _process(os.getpid()).call(partial(judge, kind, gold, given), CPU_S)
     except ProcessKilled as error:
         raise WorldError("The process that compares expressions was killed.", "Check the available memory.") from error
     except LimitExceeded:

@@ -1,19 +1,8 @@
 r"""Parse mathematical notation (LaTeX and plain text) into a tree, with one grammar for numbers and expressions.
 
-The whole text must be an expression, a list, a set, an interval, a relation or a matrix. Text outside the
-grammar raises `NotationError`: words, unknown commands, a number after a product (`x 2`). Length, depth and
-the size of numbers are bounded, so that parsing takes milliseconds for any text.
-
-| text | meaning |
-|---|---|
-| `1,234`, `1{,}234`, `1 234` | one number, outside brackets |
-| `1 1/2`, `1\frac12`, `1½` | a mixed number |
-| `5e3`, `5 \cdot 10^3`, `10^3` | a number in scientific notation |
-| `0.\overline{3}`, `0.(3)`, `0.333...` | a repeating decimal |
-| `x^10`, `\frac12`, `\sqrt3` | `x^{10}`, `\frac{1}{2}`, `\sqrt{3}` |
-| `ab`, `2x` | products of letters, if `letters` has all letters of a run of two or more |
-| `minus 7`, `negative 7` | a sign |
-| `a or b`, `a and b`, `a, b`, `a; b` | a list |
+The whole text must be an expression, a list, a set, an interval, a relation or a matrix (docs/use/rewards.md). Any
+other text, such as words, unknown commands or a number after a product (`x 2`), raises `NotationError`. Length, depth
+and the size of numbers are bounded, so that parsing takes milliseconds for any text.
 """
 
 from __future__ import annotations

@@ -10,6 +10,7 @@ import cmath
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
 from ludus.rewards.math.notation import ExpressionNode, NotationError
 
@@ -79,19 +80,19 @@ def _region(node: ExpressionNode) -> Region:
         case "pair" if len(node.args) == 2 and len(node.name) == 2:
             return Region((_span(*node.args, node.name[0] == "[", node.name[1] == "]"),))
         case "set":
-            return _unite([Region((_point(arg),)) for arg in node.args])
+            return _combine([Region((_point(arg),)) for arg in node.args], any)
         case "domain" if node.name == "R":
             return Region((_LINE,))
         case "union":
-            return _unite([_region(arg) for arg in node.args])
+            return _combine([_region(arg) for arg in node.args], any)
         case "intersection":
-            return _intersect([_region(arg) for arg in node.args])
+            return _combine([_region(arg) for arg in node.args], all)
         case "difference":
             first, second = node.args
             removed = _region(second if second.op in _REGIONS else ExpressionNode("set", (second,)))
-            return _intersect([_region(first), Region(tuple(_complement(removed.intervals)))])
+            return _combine([_region(first), Region(removed.intervals)], lambda found: found[0] and not found[1])
         case "list" if node.name in ("or", "and") and all(arg.op == "relation" for arg in node.args):
-            return (_unite if node.name == "or" else _intersect)([_region(arg) for arg in node.args])
+            return _combine([_region(arg) for arg in node.args], any if node.name == "or" else all)
     raise NotationError("not a region")
 
 
@@ -111,6 +112,8 @@ def _relation_region(node: ExpressionNode) -> Region:
     if len(sides) != 2 or sides[0].op != "name" or signs not in _FLIPPED:
         raise NotationError("not a region")
     end, name = sides[1], _check_bounds(sides[0].name, sides[1])
+    if _is_infinite(end) and (signs, end) not in (("<", _INFINITE), (">", _MINUS_INFINITE)):
+        raise NotationError("an infinite bound")
     below = RealInterval(_MINUS_INFINITE, end, False, signs == "≤")
     above = RealInterval(end, _INFINITE, signs == "≥", False)
     spans = {"<": (below,), "≤": (below,), ">": (above,), "≥": (above,), "≠": (below, above)}
@@ -146,6 +149,8 @@ def _span(low: ExpressionNode, high: ExpressionNode, low_closed: bool, high_clos
 
 
 def _point(node: ExpressionNode) -> RealInterval:
+    if _is_infinite(node):
+        raise NotationError("an infinite point")
     return RealInterval(node, node, True, True)
 
 
@@ -153,72 +158,39 @@ def _is_infinite(node: ExpressionNode) -> bool:
     return node in (_INFINITE, _MINUS_INFINITE)
 
 
-def _unite(regions: Sequence[Region]) -> Region:
-    spans = sorted((span for region in regions for span in region.intervals), key=lambda s: approximate(s.low))
+def _combine(regions: Sequence[Region], holds: Callable[[list[bool]], bool]) -> Region:
+    """Return the region of the numbers whose memberships in the regions satisfy `holds`."""
+    spans = [span for region in regions for span in region.intervals]
     if len(spans) > _MAX_SPANS:
         raise NotationError("too many intervals")
-    found: list[RealInterval] = []
-    for span in spans:
-        last = found[-1] if found else None
-        if last is None or not _touch(last, span):
-            found.append(span)
-            continue
-        low_closed = last.low_closed or (span.low_closed and _are_near(span.low, last.low))
-        end = span if approximate(span.high) > approximate(last.high) + _TOLERANCE else last
-        high_closed = end.high_closed or (span.high_closed and _are_near(span.high, last.high))
-        found[-1] = RealInterval(last.low, end.high, low_closed, high_closed)
-    return Region(tuple(found), _shared_variable(regions))
+    ends: list[ExpressionNode] = []
+    place: dict[ExpressionNode, int] = {}  # odd for endpoints, even for the gaps between them
+    for end in sorted((end for span in spans for end in (span.low, span.high)), key=approximate):
+        if not ends or not _are_near(ends[-1], end):
+            ends.append(end)
+        place[end] = 2 * len(ends) - 1
 
+    def contains(span: RealInterval, at: int) -> bool:
+        low, high = place[span.low], place[span.high]
+        return low < at < high or (at == low and span.low_closed) or (at == high and span.high_closed)
 
-def _touch(first: RealInterval, second: RealInterval) -> bool:
-    if _are_near(second.low, first.high):
-        return second.low_closed or first.high_closed
-    return approximate(second.low) - approximate(first.high) < 0
-
-
-def _intersect(regions: Sequence[Region]) -> Region:
-    spans: Sequence[RealInterval] = regions[0].intervals
-    for region in regions[1:]:
-        found = [both for one in spans for other in region.intervals if (both := _intersect_spans(one, other))]
-        if len(found) > _MAX_SPANS:
-            raise NotationError("too many intervals")
-        spans = found
-    return Region(tuple(spans), _shared_variable(regions))
-
-
-def _intersect_spans(one: RealInterval, other: RealInterval) -> RealInterval | None:
-    first, second = (one, other) if approximate(one.low) >= approximate(other.low) else (other, one)
-    low_closed = first.low_closed and (second.low_closed or not _are_near(first.low, second.low))
-    low = first.low
-    first, second = (one, other) if approximate(one.high) <= approximate(other.high) else (other, one)
-    high_closed = first.high_closed and (second.high_closed or not _are_near(first.high, second.high))
-    high = first.high
-    if _are_near(low, high):
-        return RealInterval(low, high, True, True) if low_closed and high_closed else None
-    return RealInterval(low, high, low_closed, high_closed) if approximate(low) < approximate(high) else None
-
-
-def _complement(spans: Sequence[RealInterval]) -> list[RealInterval]:
-    found, low, closed = [], _MINUS_INFINITE, False
-    for span in spans:
-        if not _is_infinite(span.low):
-            found.append(RealInterval(low, span.low, closed, not span.low_closed))
-        low, closed = span.high, not span.high_closed
-    if not _is_infinite(low) or not spans:
-        found.append(RealInterval(low, _INFINITE, closed, False))
-    return found
+    inside = [
+        holds([any(contains(span, at) for span in region.intervals) for region in regions])
+        for at in range(2 * len(ends) + 1)
+    ]
+    runs = [list(run) for is_inside, run in groupby(range(len(inside)), inside.__getitem__) if is_inside]
+    found = (
+        RealInterval(ends[(run[0] - 1) // 2], ends[run[-1] // 2], run[0] % 2 == 1, run[-1] % 2 == 1) for run in runs
+    )
+    names = {region.variable for region in regions} - {""}
+    if len(names) > 1:
+        raise NotationError("two variables")
+    return Region(tuple(found), min(names, default=""))
 
 
 def _are_near(one: ExpressionNode, other: ExpressionNode) -> bool:
     first, second = approximate(one), approximate(other)
     return math.isclose(first, second, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
-
-
-def _shared_variable(regions: Sequence[Region]) -> str:
-    names = {region.variable for region in regions} - {""}
-    if len(names) > 1:
-        raise NotationError("two variables")
-    return min(names, default="")
 
 
 def _value(node: ExpressionNode) -> complex:

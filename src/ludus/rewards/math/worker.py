@@ -17,10 +17,11 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
+from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from ludus.types import JSON
+from ludus.rewards.math.notation import ExpressionNode
 
 if TYPE_CHECKING:
     from sympy import Expr
@@ -33,8 +34,6 @@ DIGITS = 40
 _POINTS = ((13, 7), (29, 17), (5, 11))
 """Numerators and denominators of the points at which expressions are compared before a proof."""
 
-Tree = list[JSON]
-
 
 class ExpressionRejected(ValueError):
     """The expression has no finite value or exceeds the bounds."""
@@ -43,11 +42,11 @@ class ExpressionRejected(ValueError):
 def warm_up() -> None:
     """Import sympy and run a first comparison."""
     logging.disable()
-    two: Tree = ["number", "", "2", []]
-    judge("equal", ["root", "", None, [two, two]], two)
+    two = ExpressionNode("number", value=Fraction(2))
+    judge("equal", ExpressionNode("root", (two, two)), two)
 
 
-def judge(kind: str, gold: Tree, answer: Tree) -> int:
+def judge(kind: str, gold: ExpressionNode, answer: ExpressionNode) -> int:
     """Compare two trees; return 1, -1 or 0."""
     try:
         compare = {"ratio": _ratio, "rounded": _is_rounded, "equal": _are_equal}[kind]
@@ -176,21 +175,19 @@ def _ratio(first: Expr, second: Expr) -> int:
     return 1 if ratio > 0 else -1
 
 
-def _expression(tree: Tree) -> Expr:
+def _expression(node: ExpressionNode) -> Expr:
     """Convert a tree to sympy. Raises ExpressionRejected for infinities and operations that exceed the bounds."""
     import sympy
 
-    op, name, value = str(tree[0]), str(tree[1]), tree[2]
-    if op == "number":
-        return sympy.Rational(value)
-    if op == "name":
-        return sympy.Symbol(name, real=True)
-    if op == "constant":
+    if node.op == "number":
+        return sympy.Rational(node.value)
+    if node.op == "name":
+        return sympy.Symbol(node.name, real=True)
+    if node.op == "constant":
         constants = {"pi": sympy.pi, "e": sympy.E, "i": sympy.I}
-        if name not in constants:
-            raise ExpressionRejected(name)
-        return constants[name]
-    args = [_expression(cast("Tree", arg)) for arg in cast("Tree", tree[3])]
+        if node.name not in constants:
+            raise ExpressionRejected(node.name)
+        return constants[node.name]
     operations: dict[str, Callable[..., Expr]] = {
         "neg": lambda inner: -inner,
         "add": sympy.Add,
@@ -202,11 +199,11 @@ def _expression(tree: Tree) -> Expr:
         "degree": lambda inner: inner * sympy.pi / 180,
         "abs": sympy.Abs,
         "factorial": _factorial,
-        "call": partial(_call_function, name),
+        "call": partial(_call_function, node.name),
     }
-    if op not in operations:
-        raise ExpressionRejected(op)
-    found = operations[op](*args)
+    if node.op not in operations:
+        raise ExpressionRejected(node.op)
+    found = operations[node.op](*map(_expression, node.args))
     if found.has(sympy.nan, sympy.zoo, sympy.oo, -sympy.oo):
         raise ExpressionRejected("no finite value")
     return found

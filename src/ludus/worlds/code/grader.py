@@ -18,7 +18,7 @@ import inspect
 import json
 import math
 import secrets
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -282,11 +282,16 @@ def _same_word(word: str, due: str) -> bool:
 # Comparison of results with expected values, in linear time except for sorting
 
 _TOLERANCE = 1e-9
-_LONG_BITS = 1000
-"""Longer integers are shown in hexadecimal, because decimal conversion takes quadratic time."""
 
 
-@dataclass(frozen=True, slots=True)
+class LongInt(int):
+    """An integer that is shown in hexadecimal, because decimal conversion takes quadratic time."""
+
+    def __repr__(self) -> str:
+        return hex(self)
+
+
+@dataclass(frozen=True, slots=True, repr=False)
 class Unordered:
     """A set, frozenset or dict, sorted by the texts of its elements or keys, which are distinct.
 
@@ -297,6 +302,12 @@ class Unordered:
     keys: tuple[str, ...]
     shown: tuple[object, ...]
     values: tuple[object, ...]
+
+    def __repr__(self) -> str:
+        if self.kind == "dict":
+            return f"{{{', '.join(f'{key!r}: {value!r}' for key, value in zip(self.shown, self.values, strict=True))}}}"
+        listed = f"{{{', '.join(map(repr, self.shown))}}}" if self.shown else ""
+        return listed if self.kind == "set" and listed else f"{self.kind}({listed})"
 
 
 def read_value(encoded: object) -> object:
@@ -321,13 +332,7 @@ def same_value(value: object, due: object, loose: bool = False) -> bool:
 
 def show_value(value: object, longest: int) -> str:
     """Return the value as Python source, truncated."""
-    found, length = [], 0
-    for part in _source_parts(value):
-        found.append(part)
-        length += len(part)
-        if length > longest:
-            return f"{''.join(found)[:longest]}..."
-    return "".join(found)
+    return shorten(repr(value), longest)
 
 
 def _unordered(kind: str, items: list[object]) -> Unordered:
@@ -340,7 +345,10 @@ def _unordered(kind: str, items: list[object]) -> Unordered:
     return Unordered(kind, keys, tuple(by_key[key][0] for key in keys), tuple(by_key[key][1] for key in keys))
 
 
-_MAKERS = guest_runner.MAKERS | {kind: partial(_unordered, kind) for kind in ("set", "frozenset", "dict")}
+_MAKERS = guest_runner.MAKERS | {
+    **{kind: partial(_unordered, kind) for kind in ("set", "frozenset", "dict")},
+    "int": lambda text: LongInt(text, 16),
+}
 
 
 def _key(value: object) -> str:
@@ -376,34 +384,3 @@ def _equal(value: object, due: object) -> bool:
             return math.isclose(value, due, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
         return False
     return type(value) is type(due) and value == due
-
-
-def _source_parts(value: object) -> Iterator[str]:
-    match value:
-        case Unordered(kind="dict"):
-            yield from _listed(zip(value.shown, value.values, strict=True), "{", "}")
-        case Unordered(shown=()):
-            yield f"{value.kind}()"
-        case Unordered(kind="set"):
-            yield from _listed(zip(value.shown), "{", "}")
-        case Unordered():
-            yield from _listed(zip(value.shown), "frozenset({", "})")
-        case list():
-            yield from _listed(zip(value), "[", "]")
-        case tuple():
-            yield from _listed(zip(value), "(", ",)" if len(value) == 1 else ")")
-        case int() if value.bit_length() > _LONG_BITS:
-            yield hex(value)
-        case _:
-            yield repr(value)
-
-
-def _listed(items: Iterable[Sequence[object]], begin: str, end: str) -> Iterator[str]:
-    """Yield items of one value, or of key and value."""
-    yield begin
-    for place, item in enumerate(items):
-        yield ", " if place else ""
-        for part, one in enumerate(item):
-            yield ": " if part else ""
-            yield from _source_parts(one)
-    yield end

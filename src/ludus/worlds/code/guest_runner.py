@@ -15,8 +15,8 @@ import sys
 from collections.abc import Callable
 
 MAX_DEPTH = 60
-MAX_BITS = 14_000
-"""Longer integers are sent as hexadecimal: Python converts at most 4,300 decimal digits."""
+MAX_BITS = 1_000
+"""Longer integers are sent as hexadecimal: Python converts at most 4,300 decimal digits, in quadratic time."""
 MAX_CALLS = 2000
 """Maximum calls of a solution per run of asserts."""
 
@@ -58,9 +58,12 @@ Makers = dict[str, Callable[..., object]]
 MAKERS: Makers = {
     **{kind.__name__: kind for kind in (tuple, set, frozenset, dict)},
     "complex": lambda parts: complex(*parts),
+    "float": float,
+    "int": lambda text: int(text, 16),
+    "bytes": bytes.fromhex,
 }
-"""Constructors of containers from lists of decoded items."""
-_TEXTS: Makers = {"float": float, "int": lambda text: int(text, 16), "bytes": bytes.fromhex}
+"""Constructors of containers from lists of decoded items, and of other values from texts."""
+_TEXTS = ("float", "int", "bytes")
 
 
 def decode(value: object, makers: Makers = MAKERS, depth: int = 0) -> object:
@@ -75,10 +78,8 @@ def decode(value: object, makers: Makers = MAKERS, depth: int = 0) -> object:
         raise ValueError("an object of one key was expected")
     ((kind, inner),) = value.items()
     try:
-        if isinstance(inner, str) and kind in _TEXTS:
-            return _TEXTS[kind](inner)
-        if isinstance(inner, list) and kind in makers:
-            return makers[kind]([decode(one, makers, depth + 1) for one in inner])
+        if kind in makers and isinstance(inner, str if kind in _TEXTS else list):
+            return makers[kind](inner if kind in _TEXTS else [decode(one, makers, depth + 1) for one in inner])
     except (TypeError, OverflowError) as error:
         raise ValueError(str(error)) from error
     raise ValueError(f"there is no kind {kind!r}")

@@ -270,7 +270,6 @@ class CodeEnv(ToolEnv):
         self._turns = 0
 
     async def step(self, action: Action) -> StepResult:
-        """Run the calls, or grade the answer."""
         result = await super().step(action)
         self._turns += 1
         if result.done:  # the call that ended the episode has an argument `answer`
@@ -315,7 +314,6 @@ class CodeWorld(SandboxWorld):
 
     @cached_property
     def rewards(self) -> tuple[Reward, ...]:
-        """The outcome of the tests, and small shaping rewards."""
         given = self.settings
         weights = {"hidden_share": given.share_weight, "loads": given.loads_weight}
         weights |= {"well_formed": given.well_formed_weight, "thrift": given.thrift_weight}
@@ -323,7 +321,6 @@ class CodeWorld(SandboxWorld):
 
     @property
     def turn_verifier(self) -> TurnVerifier | None:
-        """With `check_turns`, every test that newly passes is a milestone."""
         return suite_progress(REPORT) if self.settings.check_turns and self.settings.tools else None
 
     @cached_property
@@ -380,7 +377,6 @@ class CodeWorld(SandboxWorld):
                 yield self._solution(task)
 
     def expert(self, task: Task) -> Dialogue | None:
-        """Return the solution, or None if it is unknown."""
         return self._solution(task) if truth_of(task, CodeTruth).reference else None
 
     def _solution(self, task: Task) -> Dialogue:

@@ -61,7 +61,6 @@ class GuessEnv(Environment):
         self._low = self._high = self._number = self._size = 0
 
     async def start(self, task: Task) -> list[Message]:
-        """Return the prompt of the task."""
         self._low, self._high = (int(task.tags[name]) for name in ("low", "high"))
         self._number, self._size = int(str(task.truth)), self._high - self._low + 1
         return list(task.prompt)
@@ -92,8 +91,6 @@ class GuessEnv(Environment):
 
 @dataclass(frozen=True)
 class GuessWorld(World):
-    """Games of guessing a number."""
-
     task_lists: Mapping[str, Sequence[Task]]
     settings: GuessSettings
     name: str = "guess"
@@ -102,19 +99,15 @@ class GuessWorld(World):
 
     @property
     def splits(self) -> Sequence[str]:
-        """Names of the splits."""
         return tuple(self.task_lists)
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Return the tasks of a split."""
         return split_of(self.task_lists, split, self.name)
 
     def environment(self, task: Task) -> GuessEnv:
-        """Return a new game."""
         return GuessEnv()
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """Yield games of a flawed player on random training tasks without end."""
         rng = random.Random(f"{self.settings.seed}/{seed}/show")
         while True:
             task = rng.choice(self.task_lists["train"])
@@ -151,7 +144,6 @@ def make_tasks(settings: GuessSettings) -> dict[str, list[Task]]:
 
 
 def make_task(low: int, size: int, number: int, split: str) -> Task:
-    """Return the task of one number."""
     high = low + size - 1
     asked = f"I think of a number from {low} to {high}. Guess it: reply with one number."
     question = Message(role="user", content=asked)

@@ -78,7 +78,10 @@ def all_hops() -> tuple[Hop, ...]:
 @cache
 def passage_values() -> Mapping[str, str]:
     """Return all passages in a fixed order, each with the first value that it states."""
-    return dict.fromkeys(hop.passage for hop in all_hops()) | {hop.passage: hop.value for hop in reversed(all_hops())}
+    found: dict[str, str] = {}
+    for hop in all_hops():
+        found.setdefault(hop.passage, hop.value)
+    return found
 
 
 @cache

@@ -178,11 +178,9 @@ class SqlWorld(World):
         return {split: [self._task(q, split) for q in found] for split, found in self.questions.items()}
 
     def tasks(self, split: str) -> Sequence[Task]:
-        """Return the tasks of a split, levels mixed, in a fixed order."""
         return split_of(self._task_lists, split, self.name)
 
     def environment(self, task: Task) -> ToolEnv:
-        """Return a new episode on the shown database of the task."""
         tools = self.tools(task.tags["database"]) if self.settings.access == "tool" else ()
         return ToolEnv(tools, self.rewards, self.limits)
 
@@ -194,7 +192,6 @@ class SqlWorld(World):
         return self._tools[database]
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """Yield dialogues of the flawed expert on random training tasks without end."""
         rng = random.Random(f"demonstrations:{self.settings.seed}:{seed}")
         flaws = SqlFlaws(omit_condition=self.settings.omit_condition)
         while True:
@@ -209,7 +206,6 @@ class SqlWorld(World):
         return self._dialogue(question, SqlFlaws(0.0, 0.0, 0.0), random.Random(task.id))
 
     def difficulty_report(self) -> str:
-        """Return the difficulty report."""
         return shipped_report(self, self.settings == SqlSettings())
 
     def paraphrases(self, task: Task) -> Sequence[str]:

@@ -141,7 +141,6 @@ class SweWorld(SessionWorld):
         return [case.task for case in self.cases.values() if case.task.tags["split"] == split]
 
     def environment(self, task: Task) -> SweEnv:
-        """Return an episode on a fresh checkout."""
         return SweEnv(self, self.problem(task.id))
 
     def checkout(self, problem: SweProblem) -> Checkout:

@@ -1,22 +1,9 @@
-"""Load Terminal-Bench tasks from a folder with one subfolder per task, in one of two layouts.
+"""Tasks in the layouts of Terminal-Bench and Harbor, which the README of the recipe `terminal` describes.
 
-Terminal-Bench                            Harbor, Terminal-Bench 2
-task.yaml   `instruction`, `difficulty`   instruction.md, task.toml: `[metadata]`, `[verifier]`
-Dockerfile, next to the files it copies   environment/Dockerfile, next to them
-tests/*.py  run by pytest                 tests/*.py  run by pytest
-run-tests.sh   grades by its exit code    tests/test.sh   writes /logs/verifier/reward.txt or reward.json
-solution.sh                               solution/solve.sh
-
-Without pytest tests, the script grades if the settings trust scripts. Of the Dockerfile, FROM, WORKDIR and
-COPY are interpreted; no image is built. The tasks' working directory becomes /box in their instructions, scripts,
-tests and files. Sources of the layouts: the repository laude-institute/terminal-bench, and the documentation of Harbor.
-
-A task is graded by pytest or a script over the final files of an episode, in a fresh sandbox.
-The policy's session is closed; its files are copied, and the tests placed next to them in a folder with a random name.
-A driver runs pytest from an archive, without any configuration, plugin or conftest but those of the tests, and sends
-the results, after a nonce received on stdin, over a pipe that programs run by the tests do not inherit. A canary test
-must fail. The names of the tests are read from their files on the host. Remaining risk: a test that imports the
-policy's code runs it in the reporting process.
+pytest or a script grades the final files of an episode in a fresh sandbox, next to the tests in a folder with a random
+name. A driver runs pytest from an archive, without any configuration, plugin or conftest but those of the tests, and
+sends the results, after a nonce received on stdin, over a pipe that programs run by the tests do not inherit. A canary
+test must fail. Remaining risk: a test that imports the policy's code runs it in the reporting process.
 """
 
 from __future__ import annotations

@@ -137,7 +137,6 @@ class TerminalWorld(SessionWorld):
 
     @cached_property
     def rewards(self) -> tuple[Reward, ...]:
-        """The outcome is 1 if all checks hold; the share of checks that newly hold is reported."""
         return (
             Reward("solved", suite_passes(read_verdict), outcome=True),
             Reward("share", share_passed(read_verdict, "fail_to_pass"), weight=0.0),
@@ -146,7 +145,6 @@ class TerminalWorld(SessionWorld):
 
     @property
     def turn_verifier(self) -> TurnVerifier | None:
-        """With `check_turns`, every check that newly holds is a milestone."""
         return suite_progress(VERDICT) if self.settings.check_turns and self.settings.tools != "none" else None
 
     def tasks(self, split: str) -> Sequence[Task]:
