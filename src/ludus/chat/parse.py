@@ -22,22 +22,23 @@ import ast
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from keyword import iskeyword
 
 from ludus.chat.parse_json import (
+    HERMES,
     MAX_DEPTH,
-    HermesParser,
     MalformedCall,
     ParsedDraft,
-    WholeTextParser,
+    ToolCallParser,
     check_plain,
     read_llama3,
     strip_fence,
+    whole_text_parser,
 )
 from ludus.chat.parse_marked import MARKED
-from ludus.chat.parse_tags import RETOOL, SEARCH_R1, TagsParser
+from ludus.chat.parse_tags import TAGS
 from ludus.tools.base import ToolSchema
-from ludus.types import JSON, Action
+from ludus.types import JSON
 
 _PYTHON_MARKS = re.compile(r"^\s*<\|(?:python_tag|python_start)\|>|<\|python_end\|>\s*$")
 _LIST_START = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
@@ -46,7 +47,7 @@ _EXAMPLE = 'Write [name(argument="value")] and nothing else.'
 _JSON_WORDS = {"true": "True", "false": "False", "null": "None"}
 
 
-def read_pythonic(draft: ParsedDraft, text: str) -> None:
+def read_pythonic(draft: ParsedDraft, text: str, _: Sequence[ToolSchema]) -> None:
     """Read a list of calls with literal keyword arguments, `[f(a=1, b="x"), g()]` (Llama 3.2, Llama 4 and others), with
     `ast`, without evaluating it; tuples become lists.
 
@@ -102,17 +103,10 @@ def _call_of(item: ast.expr) -> tuple[str, dict[str, JSON]]:
         if keyword.arg in arguments:
             raise MalformedCall(f"The argument {keyword.arg} is given twice. Give it once.")
         arguments[keyword.arg] = _literal(keyword.value, MAX_DEPTH)
-    return _dotted_name(item.func), check_plain(arguments)
-
-
-def _dotted_name(func: ast.expr) -> str:
-    parts: list[str] = []
-    while isinstance(func, ast.Attribute):
-        parts.append(func.attr)
-        func = func.value
-    if not isinstance(func, ast.Name):
+    name = ast.unparse(item.func)
+    if not all(part.isidentifier() and not iskeyword(part) for part in name.split(".")):
         raise MalformedCall(f"The name of a tool is missing before the parenthesis. {_EXAMPLE}")
-    return ".".join([func.id, *reversed(parts)])
+    return name, check_plain(arguments)
 
 
 def _literal(node: ast.expr, levels: int) -> JSON:
@@ -152,22 +146,8 @@ _MARKS: Mapping[str, tuple[str, ...]] = {
 _LLAMA3_MARKS = ("<|python_tag|>", '"parameters":')
 
 
-class ToolCallParser(Protocol):
-    """Parser of the tool calls in the text of an action. Never raises."""
-
-    @property
-    def name(self) -> str: ...
-
-    def parse(self, text: str, *, turn: int, schemas: Sequence[ToolSchema] = ()) -> Action:
-        """Return the message, the calls and the errors of turn `turn`, counted from 0.
-
-        Formats without types take the types of the arguments from the tools' `schemas`.
-        """
-
-
-_WHOLE = (WholeTextParser("llama3", read_llama3), WholeTextParser("pythonic", read_pythonic))
-_ALL: tuple[ToolCallParser, ...] = (HermesParser(), *_WHOLE, TagsParser(SEARCH_R1), TagsParser(RETOOL), *MARKED)
-PARSERS: Mapping[str, ToolCallParser] = {parser.name: parser for parser in _ALL}
+_WHOLE = (whole_text_parser("llama3", read_llama3), whole_text_parser("pythonic", read_pythonic))
+PARSERS: Mapping[str, ToolCallParser] = {parser.name: parser for parser in (HERMES, *_WHOLE, *TAGS, *MARKED)}
 """The parsers by name."""
 
 

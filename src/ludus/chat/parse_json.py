@@ -6,6 +6,7 @@ import json
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import chain
 from typing import NoReturn, cast
 
@@ -42,9 +43,11 @@ class MalformedCall(ValueError):
 
 @dataclass
 class ParsedDraft:
-    """Action under construction. Calls and errors are numbered in the order of addition."""
+    """Action under construction from the text `whole`. Calls and errors are numbered in the order of addition."""
 
     turn: int
+    whole: str
+    reasoning: str | None = None
     calls: list[ToolCall] = field(default_factory=list)
     errors: list[CallError] = field(default_factory=list)
     prose: list[str] = field(default_factory=list)
@@ -63,10 +66,10 @@ class ParsedDraft:
         self.errors.append(CallError(self._next_id(), text, reason))
         self.add_text(text if content is None else content)
 
-    def action(self, reasoning: str | None = None) -> Action:
+    def action(self) -> Action:
         message: Message = {"role": "assistant", "content": "\n".join(self.prose)}
-        if reasoning is not None:
-            message["reasoning_content"] = reasoning
+        if self.reasoning is not None:
+            message["reasoning_content"] = self.reasoning
         if self.calls:
             message["tool_calls"] = [
                 tool_call(call.id, call.name, json.dumps(call.arguments, ensure_ascii=False)) for call in self.calls
@@ -82,9 +85,7 @@ def tool_call(call_id: str, name: str, arguments: str) -> MessageToolCall:
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
 
 
-def split_thinking(
-    text: str, inside_call: Callable[[int], bool] = lambda _: False, marks: tuple[str, str] = (THINK_OPEN, THINK_CLOSE)
-) -> tuple[str | None, str]:
+def split_thinking(text: str, inside_call: Callable[[int], bool], marks: tuple[str, str]) -> tuple[str | None, str]:
     """Return the thinking between `marks` (None if there is none) and the text after it.
 
     A `<think>...</think>` block at the start is thinking, as are blocks directly after it; an unclosed block
@@ -103,25 +104,46 @@ def split_thinking(
     return ("\n".join(filter(None, thoughts)) if thoughts else None), rest
 
 
+ReadText = Callable[[ParsedDraft, str, Sequence[ToolSchema]], None]
+
+
 @dataclass(frozen=True, slots=True)
-class WholeTextParser:
-    """Parser of a format in which calls make up the whole text after the thinking; `fill` reads them.
+class ToolCallParser:
+    """Parser of the tool calls in the text of an action. Never raises.
+
+    `read` adds the calls, the errors and the content of the text after the thinking to a draft. `is_inside_call`
+    returns whether an offset of the text is inside a call. Without `thinking` marks, `read` finds the thinking.
+    """
+
+    name: str
+    read: ReadText
+    is_inside_call: Callable[[str, int], bool] = lambda text, at: False
+    thinking: tuple[str, str] | None = (THINK_OPEN, THINK_CLOSE)
+
+    def parse(self, text: str, *, turn: int, schemas: Sequence[ToolSchema] = ()) -> Action:
+        """Return the message, the calls and the errors of turn `turn`, counted from 0.
+
+        Formats without types take the types of the arguments from the tools' `schemas`.
+        """
+        draft, rest = ParsedDraft(turn, text), text
+        if self.thinking is not None:
+            draft.reasoning, rest = split_thinking(text, partial(self.is_inside_call, text), self.thinking)
+        self.read(draft, rest, schemas)
+        return draft.action()
+
+
+def whole_text_parser(name: str, read: ReadText) -> ToolCallParser:
+    """Create the parser of a format in which calls make up the whole text after the thinking.
 
     If the whole text parses as calls, it has no thinking, so arguments may contain `</think>`.
     """
 
-    name: str
-    fill: Callable[[ParsedDraft, str], None]
+    def is_inside_call(text: str, _: int) -> bool:
+        draft = ParsedDraft(0, text)
+        read(draft, text, ())
+        return bool(draft.calls) and not draft.errors and not draft.prose
 
-    def parse(self, text: str, *, turn: int, schemas: Sequence[ToolSchema] = ()) -> Action:
-        draft = ParsedDraft(turn)
-        self.fill(draft, text)
-        reasoning, rest = split_thinking(text)
-        if reasoning is None or (draft.calls and not draft.errors and not draft.prose):
-            return draft.action()
-        draft = ParsedDraft(turn)
-        self.fill(draft, rest)
-        return draft.action(reasoning)
+    return ToolCallParser(name, read, is_inside_call)
 
 
 def strip_fence(text: str) -> str:
@@ -264,9 +286,8 @@ _UNCLOSED = f"The {CALL_OPEN} is not closed. Write {CALL_CLOSE} after the call."
 _UNTAGGED = f"The call has no tags. Write it between {CALL_OPEN} and {CALL_CLOSE}."
 
 
-@dataclass(frozen=True, slots=True)
-class HermesParser:
-    """Parser of any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
+def _read_hermes(draft: ParsedDraft, text: str, _: Sequence[ToolSchema]) -> None:
+    """Read any number of `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`.
 
     Also accepts `parameters` for `arguments`, arguments as JSON text, no arguments, a Markdown fence around
     the JSON, and an unclosed tag with complete JSON at the end of the text (models often stop
@@ -276,28 +297,26 @@ class HermesParser:
     one or the end), a lone closing tag (the text of the error starts at the previous call), and a call without
     tags as the whole text.
     """
+    if _is_untagged_call(text):
+        draft.add_error(text.strip(), _UNTAGGED)
+        return
+    position = 0
+    while tag := _TAG.search(text, position):
+        if tag.group() == CALL_CLOSE:
+            draft.add_error(text[position : tag.end()].strip(), _STRAY)
+            position = tag.end()
+        else:
+            draft.add_text(text[position : tag.start()])
+            position = _read_block(draft, text, tag.start())
+    draft.add_text(text[position:])
 
-    name: str = "hermes"
 
-    def parse(self, text: str, *, turn: int, schemas: Sequence[ToolSchema] = ()) -> Action:
-        def inside_call(at: int) -> bool:
-            start = text.rfind(CALL_OPEN, 0, at)
-            return start >= 0 and _json_end(text, start + len(CALL_OPEN)) > at
+def _is_inside_json(text: str, at: int) -> bool:
+    start = text.rfind(CALL_OPEN, 0, at)
+    return start >= 0 and _json_end(text, start + len(CALL_OPEN)) > at
 
-        reasoning, rest = split_thinking(text, inside_call)
-        draft, position = ParsedDraft(turn), 0
-        if _is_untagged_call(rest):
-            draft.add_error(rest.strip(), _UNTAGGED)
-            return draft.action(reasoning)
-        while tag := _TAG.search(rest, position):
-            if tag.group() == CALL_CLOSE:
-                draft.add_error(rest[position : tag.end()].strip(), _STRAY)
-                position = tag.end()
-            else:
-                draft.add_text(rest[position : tag.start()])
-                position = _read_block(draft, rest, tag.start())
-        draft.add_text(rest[position:])
-        return draft.action(reasoning)
+
+HERMES = ToolCallParser("hermes", _read_hermes, _is_inside_json)
 
 
 def _json_end(text: str, start: int) -> int:
@@ -379,7 +398,7 @@ _AFTER = "Other text follows a call. Separate calls with ; and write nothing els
 _NOTHING = f"Nothing follows {PYTHON_TAG}. Write a JSON object with name and parameters."
 
 
-def read_llama3(draft: ParsedDraft, text: str) -> None:
+def read_llama3(draft: ParsedDraft, text: str, _: Sequence[ToolSchema]) -> None:
     """Read `{"name": ..., "parameters": {...}}` as the whole text, or several separated by `;`.
 
     `<|python_tag|>` may precede the calls, also after other text. Also accepts `arguments` for

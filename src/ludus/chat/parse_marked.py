@@ -9,7 +9,6 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from typing import cast
 
 from ludus.chat.parse_json import (
@@ -19,14 +18,14 @@ from ludus.chat.parse_json import (
     THINK_OPEN,
     MalformedCall,
     ParsedDraft,
+    ToolCallParser,
     call_of,
     check_plain,
     decode,
-    split_thinking,
     strip_fence,
 )
 from ludus.tools.base import ToolSchema
-from ludus.types import JSON, Action
+from ludus.types import JSON
 
 _FUNCTION = re.compile(r"\s*<function=([^>\n]+)>(.*)</function>\s*", re.DOTALL)
 _PARAMETER = re.compile(r"\s*<parameter=([^>\n]+)>\n?(.*?)\n?</parameter>\s*", re.DOTALL)
@@ -40,98 +39,78 @@ _RECIPIENT = re.compile(r"\bto=([^\s<]+)")
 _CHANNEL = re.compile(r"<\|channel\|>(\w+)")
 
 
-@dataclass(frozen=True, slots=True)
-class ReadCall:
-    """Name and arguments of a call, and its id if the format has ids."""
-
-    name: str
-    arguments: dict[str, JSON]
-    id: str = ""
+ReadCall = tuple[str, dict[str, JSON], str]
+"""Name and arguments of a call, and its id, empty if the format has none."""
 
 
-ReadBody = Callable[[str, Sequence[ToolSchema]], ReadCall]
+def _marked_parser(
+    name: str,
+    read_body: Callable[[str, Sequence[ToolSchema]], ReadCall],
+    marks: tuple[str, str] = (CALL_OPEN, CALL_CLOSE),
+    section: tuple[str, ...] = (),
+    thinking: tuple[str, str] = (THINK_OPEN, THINK_CLOSE),
+) -> ToolCallParser:
+    """Create a parser of calls between two `marks`; `read_body` parses the text between them.
 
-
-@dataclass(frozen=True, slots=True)
-class MarkedParser:
-    """Parser of calls between the marks `opening` and `closing`; `read` parses the text between them.
-
-    Text around the calls is content, without the marks of `section`. A call that is not closed, or that `read`
+    Text around the calls is content, without the marks of `section`. A call that is not closed, or that `read_body`
     rejects, is an error.
     """
+    opening, closing = marks
 
-    name: str
-    read: ReadBody
-    opening: str = CALL_OPEN
-    closing: str = CALL_CLOSE
-    section: tuple[str, ...] = ()
-    thinking: tuple[str, str] = (THINK_OPEN, THINK_CLOSE)
-
-    def parse(self, text: str, *, turn: int, schemas: Sequence[ToolSchema] = ()) -> Action:
-        reasoning, rest = split_thinking(text, lambda at: self._is_inside_call(text, at), self.thinking)
-        draft = ParsedDraft(turn)
-        before, *blocks = rest.split(self.opening)
-        draft.add_text(self._without_section(before))
-        for block in blocks:
-            body, closing, after = block.partition(self.closing)
-            self._read(draft, body, closing, schemas)
-            draft.add_text(self._without_section(after))
-        return draft.action(reasoning)
-
-    def _read(self, draft: ParsedDraft, body: str, closing: str, schemas: Sequence[ToolSchema]) -> None:
-        text = f"{self.opening}{body}{closing}".strip()
-        if not closing:
-            draft.add_error(text, f"The call is not closed. Write {self.closing} after it.")
-            return
-        try:
-            call = self.read(body, schemas)
-            check_plain({call.name: None})
-            draft.add_call(call.name, check_plain(call.arguments), call.id)
-        except MalformedCall as error:
-            draft.add_error(text, error.reason)
-
-    def _is_inside_call(self, text: str, at: int) -> bool:
-        start = text.rfind(self.opening, 0, at)
-        end = text.find(self.closing, at)
-        following = text.find(self.opening, at)
-        return start >= 0 and self.closing not in text[start:at] and end >= 0 and not 0 <= following < end
-
-    def _without_section(self, text: str) -> str:
-        for mark in self.section:
+    def without_section(text: str) -> str:
+        for mark in section:
             text = text.replace(mark, "")
         return text
 
+    def read(draft: ParsedDraft, text: str, schemas: Sequence[ToolSchema]) -> None:
+        before, *blocks = text.split(opening)
+        draft.add_text(without_section(before))
+        for block in blocks:
+            body, closed, after = block.partition(closing)
+            try:
+                if not closed:
+                    raise MalformedCall(f"The call is not closed. Write {closing} after it.")
+                tool, arguments, call_id = read_body(body, schemas)
+                check_plain({tool: None})
+                draft.add_call(tool, check_plain(arguments), call_id)
+            except MalformedCall as error:
+                draft.add_error(f"{opening}{body}{closed}".strip(), error.reason)
+            draft.add_text(without_section(after))
 
-@dataclass(frozen=True, slots=True)
-class HarmonyParser:
-    """Parser of gpt-oss: messages in channels, `to=functions.NAME` in the header of a call.
+    def is_inside_call(text: str, at: int) -> bool:
+        start = text.rfind(opening, 0, at)
+        end = text.find(closing, at)
+        following = text.find(opening, at)
+        return start >= 0 and closing not in text[start:at] and end >= 0 and not 0 <= following < end
+
+    return ToolCallParser(name, read, is_inside_call, thinking)
+
+
+def _read_harmony(draft: ParsedDraft, text: str, _: Sequence[ToolSchema]) -> None:
+    """Read the messages of gpt-oss in channels; `to=functions.NAME` in the header of one is a call.
 
     The channel `analysis` is thinking; `final`, and `commentary` without a recipient, are content.
     """
-
-    name: str = "harmony"
-
-    def parse(self, text: str, *, turn: int, schemas: Sequence[ToolSchema] = ()) -> Action:
-        draft, thoughts = ParsedDraft(turn), list[str]()
-        for block in text.split("<|start|>"):
-            header, mark, rest = block.partition("<|message|>")
-            body, *after = _HARMONY_END.split(rest, maxsplit=1)
-            recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
-            if not mark:
-                draft.add_text(block)
-            elif recipient:
-                call = {"name": recipient[1].removeprefix("functions.")}
-                try:
-                    arguments = decode(body) if body.strip() else {}
-                    draft.add_call(*call_of(call | {"arguments": arguments}, "arguments"))
-                except MalformedCall as error:
-                    draft.add_error(block.strip(), error.reason)
-            elif channel and channel[1] == "analysis":
-                thoughts.append(body.strip())
-            else:
-                draft.add_text(body)
-            draft.add_text("".join(after))
-        return draft.action("\n".join(filter(None, thoughts)) if thoughts else None)
+    thoughts = list[str]()
+    for block in text.split("<|start|>"):
+        header, mark, rest = block.partition("<|message|>")
+        body, *after = _HARMONY_END.split(rest, maxsplit=1)
+        recipient, channel = _RECIPIENT.search(header), _CHANNEL.search(header)
+        if not mark:
+            draft.add_text(block)
+        elif recipient:
+            call = {"name": recipient[1].removeprefix("functions.")}
+            try:
+                arguments = decode(body) if body.strip() else {}
+                draft.add_call(*call_of(call | {"arguments": arguments}, "arguments"))
+            except MalformedCall as error:
+                draft.add_error(block.strip(), error.reason)
+        elif channel and channel[1] == "analysis":
+            thoughts.append(body.strip())
+        else:
+            draft.add_text(body)
+        draft.add_text("".join(after))
+    draft.reasoning = "\n".join(filter(None, thoughts)) if thoughts else None
 
 
 def _read_qwen3_coder(body: str, schemas: Sequence[ToolSchema]) -> ReadCall:
@@ -140,7 +119,7 @@ def _read_qwen3_coder(body: str, schemas: Sequence[ToolSchema]) -> ReadCall:
         raise MalformedCall("The call is not <function=NAME> ... </function>.")
     name, inner = function[1].strip(), function[2]
     pairs = _read_pairs(_PARAMETER, inner, "Write each argument as <parameter=NAME>, its value and </parameter>.")
-    return ReadCall(name, _typed(name, pairs, schemas))
+    return name, _typed(name, pairs, schemas), ""
 
 
 def _read_glm(body: str, schemas: Sequence[ToolSchema]) -> ReadCall:
@@ -148,7 +127,7 @@ def _read_glm(body: str, schemas: Sequence[ToolSchema]) -> ReadCall:
     if not name.strip() or "<" in name:
         raise MalformedCall("The call has no name. Write the name of a tool directly after <tool_call>.")
     advice = "Write each argument as <arg_key>NAME</arg_key> and <arg_value>VALUE</arg_value>."
-    return ReadCall(name.strip(), _typed(name.strip(), _read_pairs(_ARGUMENT, key + rest, advice), schemas))
+    return name.strip(), _typed(name.strip(), _read_pairs(_ARGUMENT, key + rest, advice), schemas), ""
 
 
 def _read_pairs(pattern: re.Pattern[str], text: str, advice: str) -> list[tuple[str, str]]:
@@ -177,7 +156,7 @@ def _read_kimi(body: str, _: Sequence[ToolSchema]) -> ReadCall:
     named = _KIMI_ID.fullmatch(call_id.strip())
     if not (mark and named):
         raise MalformedCall("Write functions.NAME:INDEX<|tool_call_argument_begin|> and a JSON object.")
-    return ReadCall(*call_of({"name": named[1], "arguments": decode(arguments)}, "arguments"), call_id.strip())
+    return *call_of({"name": named[1], "arguments": decode(arguments)}, "arguments"), call_id.strip()
 
 
 def _read_deepseek(body: str, _: Sequence[ToolSchema]) -> ReadCall:
@@ -188,14 +167,14 @@ def _read_deepseek(body: str, _: Sequence[ToolSchema]) -> ReadCall:
     name, arguments = head.strip(), rest
     if name == "function":
         name, arguments = rest.split("\n", 1) if "\n" in rest else (rest, "")
-    return ReadCall(*call_of({"name": name.strip(), "arguments": decode(strip_fence(arguments))}, "arguments"))
+    return *call_of({"name": name.strip(), "arguments": decode(strip_fence(arguments))}, "arguments"), ""
 
 
 def _read_gemma(body: str, _: Sequence[ToolSchema]) -> ReadCall:
     call = _GEMMA_CALL.fullmatch(body)
     if not call:
         raise MalformedCall("Write call:NAME{argument:value}.")
-    return ReadCall(*call_of({"name": call[1].strip(), "arguments": decode(_gemma_json(call[2]))}, "arguments"))
+    return *call_of({"name": call[1].strip(), "arguments": decode(_gemma_json(call[2]))}, "arguments"), ""
 
 
 def _gemma_json(text: str) -> str:
@@ -207,23 +186,23 @@ def _gemma_json(text: str) -> str:
 
 
 MARKED = (
-    MarkedParser("qwen3_coder", _read_qwen3_coder),
-    MarkedParser("glm45", _read_glm),
-    MarkedParser(
+    _marked_parser("qwen3_coder", _read_qwen3_coder),
+    _marked_parser("glm45", _read_glm),
+    _marked_parser(
         "kimi_k2",
         _read_kimi,
-        "<|tool_call_begin|>",
-        "<|tool_call_end|>",
+        ("<|tool_call_begin|>", "<|tool_call_end|>"),
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
     ),
-    MarkedParser(
+    _marked_parser(
         "deepseek_v3",
         _read_deepseek,
-        "<｜tool▁call▁begin｜>",
-        "<｜tool▁call▁end｜>",
+        ("<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>"),
         ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
     ),
-    MarkedParser("gemma4", _read_gemma, "<|tool_call>", "<tool_call|>", thinking=("<|channel>thought", "<channel|>")),
-    HarmonyParser(),
+    _marked_parser(
+        "gemma4", _read_gemma, ("<|tool_call>", "<tool_call|>"), thinking=("<|channel>thought", "<channel|>")
+    ),
+    ToolCallParser("harmony", _read_harmony, thinking=None),
 )
 """The parsers of this module."""

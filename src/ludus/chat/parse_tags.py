@@ -5,22 +5,23 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
-from ludus.chat.parse_json import THINK_CLOSE, THINK_OPEN, ParsedDraft, split_thinking, strip_fence
+from ludus.chat.parse_json import THINK_CLOSE, THINK_OPEN, ParsedDraft, ToolCallParser, strip_fence
 from ludus.tools.base import ToolSchema
-from ludus.types import Action
 
 ANSWER = "answer"
 """Tag of the answer in all protocols."""
-_TO_ANSWER = f"To answer, I write the answer between <{ANSWER}> and </{ANSWER}>."
+TO_ANSWER = f"Give the answer inside <{ANSWER}> and </{ANSWER}>."
+_ADVICE = f"To answer, I write the answer between <{ANSWER}> and </{ANSWER}>."
 
 
 @dataclass(frozen=True, slots=True)
 class TagProtocol:
     """Protocol in which a call is the `argument` of the `tool`, written between the tags `call`.
 
-    Results are returned between the tags `result`; error messages refer to the argument as `label`. If it
-    `is_program`, its first line keeps its indentation, and a Markdown fence around it is removed.
+    Results are returned between the tags `result`; error messages refer to the argument as `label`. The prompt begins
+    with `instructions`. If it `is_program`, its first line keeps its indentation, and a Markdown fence is removed.
     """
 
     name: str
@@ -30,6 +31,7 @@ class TagProtocol:
     argument: str
     label: str
     advice: str
+    instructions: str
     is_program: bool = False
 
 
@@ -41,6 +43,10 @@ SEARCH_R1 = TagProtocol(
     argument="query",
     label="query",
     advice="To search, I write the query between <search> and </search>.",
+    instructions=(
+        "Think inside <think> and </think>. To look something up, write <search> query </search>; what is "
+        f"found comes back inside <information> and </information>. {TO_ANSWER}"
+    ),
 )
 RETOOL = TagProtocol(
     name="retool",
@@ -50,36 +56,26 @@ RETOOL = TagProtocol(
     argument="code",
     label="program",
     advice="To run a program, I write it between <code> and </code>.",
+    instructions=(
+        "Think step by step. To run a Python program, write <code> program </code>; what it prints comes "
+        f"back inside <interpreter> and </interpreter>. {TO_ANSWER}"
+    ),
     is_program=True,
 )
 
 
-@dataclass(frozen=True, slots=True)
-class TagsParser:
-    """Parser of, for example, `<search>query</search>` as a call and `<answer>text</answer>` as the answer.
+def _read_tags(protocol: TagProtocol, draft: ParsedDraft, rest: str, _: Sequence[ToolSchema]) -> None:
+    """Read, for example, `<search>query</search>` as a call and `<answer>text</answer>` as the answer.
 
     After the thinking, only the first complete pair of tags counts, as in Search-R1. The content of an answer
     is the text between its tags. Closing tags are stop strings included in the text, so an unclosed tag is an
     error, as are a text without a pair and an empty call. An empty answer has empty content and is not an
     error.
     """
-
-    protocol: TagProtocol
-
-    @property
-    def name(self) -> str:
-        return self.protocol.name
-
-    def parse(self, text: str, *, turn: int, schemas: Sequence[ToolSchema] = ()) -> Action:
-        reasoning, rest = split_thinking(text)
-        draft = ParsedDraft(turn)
-        if whole := text.strip():
-            _fill(draft, rest, whole, self.protocol)
-        return draft.action(reasoning)
-
-
-def _fill(draft: ParsedDraft, rest: str, whole: str, protocol: TagProtocol) -> None:
-    advice = f"My action is not correct. {protocol.advice} {_TO_ANSWER}"
+    whole = draft.whole.strip()
+    if not whole:
+        return
+    advice = f"My action is not correct. {protocol.advice} {_ADVICE}"
     pairs = [pair for tag in (protocol.call, ANSWER) if (pair := _first_pair(rest, tag))]
     if not pairs:
         unclosed = _find_unclosed(whole, rest, protocol)
@@ -119,3 +115,7 @@ def _find_unclosed(whole: str, rest: str, protocol: TagProtocol) -> str:
     if whole.startswith(THINK_OPEN) and THINK_CLOSE not in whole:
         return THINK_OPEN
     return next((tag for tag in (f"<{protocol.call}>", f"<{ANSWER}>") if tag in rest), "")
+
+
+TAGS = tuple(ToolCallParser(one.name, partial(_read_tags, one)) for one in (SEARCH_R1, RETOOL))
+"""The parsers of the protocols."""

@@ -72,6 +72,8 @@ def decode_exactly(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special: bo
 class Renderer(Protocol):
     """Converts messages to tokens, and sampled tokens to an action."""
 
+    tokenizer: Tokenizer
+
     @property
     def stop(self) -> tuple[str, ...]:
         """Strings that end an action."""
@@ -93,9 +95,6 @@ class Renderer(Protocol):
 
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
         """Return the tokens that represent `message` as a sampled action (demonstrations only)."""
-
-    def document(self, text: str) -> tuple[int, ...]:
-        """Return the tokens of a plain text with an end-of-text token (continued pretraining only)."""
 
     def guide(self, tools: Sequence[Tool]) -> Guide:
         """Return a guide that permits only valid calls. Raises UserError if unsupported."""
@@ -182,9 +181,6 @@ class TemplateRenderer:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
         return self._encode(self.text(messages, tools, generate=True))
-
-    def document(self, text: str) -> tuple[int, ...]:
-        return document_tokens(self.tokenizer, text)
 
     def guide(self, tools: Sequence[Tool]) -> Guide:
         if self._parse.name != "hermes":

@@ -9,24 +9,14 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
+from ludus.chat.parse import PARSERS
 from ludus.chat.parse_json import GUIDES_EXIST
-from ludus.chat.parse_tags import ANSWER, RETOOL, SEARCH_R1, TagProtocol, TagsParser
-from ludus.chat.render import ControlGuard, Tokenizer, decode_exactly, document_tokens
+from ludus.chat.parse_tags import ANSWER, RETOOL, SEARCH_R1, TO_ANSWER, TagProtocol
+from ludus.chat.render import ControlGuard, Tokenizer, decode_exactly
 from ludus.errors import ConfigError, UserError
 from ludus.tools.base import Tool
 from ludus.types import JSON, Action, FinishReason, Guide, Message
 
-_TO_ANSWER = "Give the answer inside <answer> and </answer>."
-_INSTRUCTIONS: Mapping[str, str] = {
-    SEARCH_R1.name: (
-        "Think inside <think> and </think>. To look something up, write <search> query </search>; what is "
-        f"found comes back inside <information> and </information>. {_TO_ANSWER}"
-    ),
-    RETOOL.name: (
-        "Think step by step. To run a Python program, write <code> program </code>; what it prints comes "
-        f"back inside <interpreter> and </interpreter>. {_TO_ANSWER}"
-    ),
-}
 PROTOCOLS: Mapping[str, TagProtocol] = {"tags": SEARCH_R1, "code": RETOOL}
 """The protocols by `env.rendering` value."""
 
@@ -55,12 +45,9 @@ class TagsRenderer:
                 f"The tags protocol supports only the tool {supported}, which this world does not have.",
                 "Set env.rendering to 'chat'.",
             )
-        instructions = _INSTRUCTIONS[self.protocol.name] if tools else _TO_ANSWER
+        instructions = self.protocol.instructions if tools else TO_ANSWER
         text = "\n".join(self.guard.message(message)["content"] for message in messages)
         return tuple(self.tokenizer.encode(f"{instructions}\n{text}\n", add_special_tokens=True))
-
-    def document(self, text: str) -> tuple[int, ...]:
-        return document_tokens(self.tokenizer, text)
 
     def guide(self, tools: Sequence[Tool]) -> Guide:
         raise UserError("The tags protocol does not support guided tool calls.", GUIDES_EXIST)
@@ -69,11 +56,10 @@ class TagsRenderer:
         self, tokens: Sequence[int], turn: int, finish_reason: FinishReason, tools: Sequence[Tool] = ()
     ) -> Action:
         text = decode_exactly(self.tokenizer, tokens, skip_special=True)
-        parsed = TagsParser(self.protocol).parse(text, turn=turn)
+        parsed = PARSERS[self.protocol.name].parse(text, turn=turn)
         return Action(parsed.message, parsed.calls, parsed.errors, finish_reason)
 
     def observation(self, messages: Sequence[Message], last: int | None = None) -> tuple[int, ...]:
-
         result = self.protocol.result
         texts = [
             f"<{result}>{message['content']}</{result}>" if message["role"] == "tool" else message["content"]

@@ -17,8 +17,8 @@ from typing import Self
 import httpx
 from pydantic import BaseModel, Field, JsonValue
 
-from ludus.chat.parse import PARSERS, ToolCallParser
-from ludus.chat.parse_json import MalformedCall, call_of, decode, tool_call
+from ludus.chat.parse import PARSERS
+from ludus.chat.parse_json import MalformedCall, ToolCallParser, call_of, decode, tool_call
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import seed_for
 from ludus.engines.remote.http_client import CONNECTION_ERRORS, error_message, excerpt

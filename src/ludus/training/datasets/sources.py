@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from ludus.chat.render import Renderer, render_dialogue
+from ludus.chat.render import Renderer, document_tokens, render_dialogue
 from ludus.config.schema import Config
 from ludus.config.sections.rollout import EnvConfig
 from ludus.config.sections.stages import SftSource
@@ -121,7 +121,7 @@ def dialogue_segments(renderer: Renderer, dialogue: Demonstration) -> tuple[Segm
     A text has no template; see `text_segments`.
     """
     if isinstance(dialogue, FileText):
-        return text_segments(renderer.document(dialogue.text))
+        return text_segments(document_tokens(renderer.tokenizer, dialogue.text))
     plain = [message.copy() for message in dialogue.messages]
     for message in plain:
         message.pop("train", None)
