@@ -21,10 +21,11 @@ from pathlib import Path
 import torch
 
 import async_work
+from closed_form import estimate
 from ludus.cli.commands.plan import cost_lines
 from ludus.diagnostics.trackers import read_metrics
 from ludus.simulator.costs import Costs, RunLayout
-from ludus.simulator.fit import estimate, fit
+from ludus.simulator.fit import fit
 from ludus.simulator.simulate import simulate
 from ludus.training.rl.build import train
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run

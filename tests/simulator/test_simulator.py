@@ -13,6 +13,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
+from benchmarks.closed_form import estimate, model_seconds, running_sequences, slowest_episode
 
 from ludus.config.load import load_config
 from ludus.config.toml import to_toml
@@ -21,16 +22,7 @@ from ludus.rollouts import group_queue
 from ludus.rollouts.stream_control import ConcurrencyController, EngineLoad, PassTimeModel, PassTimes, StreamThroughput
 from ludus.simulator.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
 from ludus.simulator.devices import DevicePool, Overlap, SimEngine, SimLearner, run_virtual
-from ludus.simulator.fit import (
-    ToolCalls,
-    estimate,
-    fit,
-    measured_steps,
-    model_seconds,
-    running_sequences,
-    slowest_episode,
-    tool_cost,
-)
+from ludus.simulator.fit import ToolCalls, fit, measured_steps, tool_cost
 from ludus.simulator.simulate import simulate
 from ludus.training.run.run_dir import RunFolder
 from tiny_run import ludus, refused
@@ -393,7 +385,7 @@ def test_mixing_two_tools_increases_the_fitted_latency_spread():
         (lambda: EngineCost(0.1, 0.0, slots=0), "slots is 0"),
         (lambda: LearnerCost(float("nan"), 0.0), "step_s is nan"),
         (lambda: ToolCost(1.0, stragglers=2.0), "stragglers is 2"),
-        (lambda: EpisodeShape(0.5, 10), "0.5 turns"),
+        (lambda: EpisodeShape(0.5, 10), "turns is 0.5"),
         (lambda: replace(EXACT, overlap=1.5), "overlap is 1.5"),
         (lambda: RunLayout(mode="fast"), "Unknown mode 'fast'"),
         (lambda: RunLayout(engines=0), "engines is 0"),

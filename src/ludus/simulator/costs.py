@@ -1,28 +1,38 @@
 """Cost model of a run: seconds of engine, learner and tools, and the shape of episodes.
 
-Times are in seconds, lengths in tokens. `fit` derives the costs from the files of a run, `simulate` simulates a run
-with them, and `estimate` bounds the step time in closed form.
+Times are in seconds, lengths in tokens. `fit` derives the costs from the files of a run, and `simulate` simulates a
+run with them.
 """
 
 from __future__ import annotations
 
 import math
 import random
-from dataclasses import asdict, dataclass
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import ClassVar
 
 from ludus.errors import UserError
 
-
-def _check(cost: object, numbers: dict[str, float], *, positive: tuple[str, ...] = ()) -> None:
-    """Raise UserError for a number that is not finite, negative, or 0 if its name is in `positive`."""
-    for name, value in numbers.items():
-        if not math.isfinite(value) or value < 0 or (name in positive and value == 0):
-            minimum = "above 0" if name in positive else "0 or more"
-            raise UserError(f"{type(cost).__name__}.{name} is {value:g}.", f"It must be finite and {minimum}.")
+_AT_LEAST_1 = (1.0, math.inf)
 
 
-@dataclass(frozen=True, slots=True)
-class EngineCost:
+@dataclass(frozen=True)
+class _Numbers:
+    """Finite numbers within `LIMITS`, or else of at least 0. Raises UserError for others."""
+
+    LIMITS: ClassVar[Mapping[str, tuple[float, float]]] = {}
+
+    def __post_init__(self) -> None:
+        for name, value in vars(self).items():
+            low, high = self.LIMITS.get(name, (0.0, math.inf))
+            if isinstance(value, int | float) and not (math.isfinite(value) and low <= value <= high):
+                most = f" and at most {high:g}" if math.isfinite(high) else ""
+                raise UserError(f"{type(self).__name__}.{name} is {value:g}.", f"It must be at least {low:g}{most}.")
+
+
+@dataclass(frozen=True)
+class EngineCost(_Numbers):
     """Seconds of a forward pass: `pass_s` plus `sequence_s` per decoding sequence.
 
     `read_s` is the time to prefill a token. At most `slots` sequences run at once; others are queued.
@@ -32,9 +42,10 @@ class EngineCost:
     sequence_s: float
     read_s: float = 0.0
     slots: int = 128
+    LIMITS: ClassVar = {"slots": _AT_LEAST_1}
 
     def __post_init__(self) -> None:
-        _check(self, asdict(self), positive=("slots",))
+        super().__post_init__()
         if not self.pass_s + self.sequence_s:
             raise UserError("A forward pass takes no time.", "Set pass_s or sequence_s above 0.")
 
@@ -43,23 +54,20 @@ class EngineCost:
         return self.pass_s + self.sequence_s * running
 
 
-@dataclass(frozen=True, slots=True)
-class LearnerCost:
+@dataclass(frozen=True)
+class LearnerCost(_Numbers):
     """Seconds of a training step: `step_s` plus `token_s` per token of its batch, including context."""
 
     step_s: float
     token_s: float
-
-    def __post_init__(self) -> None:
-        _check(self, asdict(self))
 
     def seconds(self, tokens: float, learners: int = 1) -> float:
         """Return the seconds of a step on `tokens` tokens, split evenly among the learners."""
         return self.step_s + self.token_s * tokens / learners
 
 
-@dataclass(frozen=True, slots=True)
-class ToolCost:
+@dataclass(frozen=True)
+class ToolCost(_Numbers):
     """Seconds of a tool call: log-normal with the median `median_s` and the standard deviation `spread` of its log.
 
     A fraction `stragglers` of the calls takes `slow` times the median.
@@ -69,11 +77,7 @@ class ToolCost:
     spread: float = 0.0
     stragglers: float = 0.0
     slow: float = 1.0
-
-    def __post_init__(self) -> None:
-        _check(self, asdict(self))
-        if self.stragglers > 1:
-            raise UserError(f"ToolCost.stragglers is {self.stragglers:g}.", "It must be between 0 and 1.")
+    LIMITS: ClassVar = {"stragglers": (0.0, 1.0)}
 
     @property
     def mean_s(self) -> float:
@@ -88,8 +92,8 @@ class ToolCost:
         return self.median_s * math.exp(source.gauss(0.0, self.spread)) if self.spread else self.median_s
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeShape:
+@dataclass(frozen=True)
+class EpisodeShape(_Numbers):
     """Means of an episode: `turns`, each with `action` tokens; the last turn calls no tool.
 
     The length of an action is geometric up to `most`, or always `action` if `most` is 0. The engine prefills `read`
@@ -102,13 +106,7 @@ class EpisodeShape:
     read: float = 0.0
     context: float = 0.0
     most: int = 0
-
-    def __post_init__(self) -> None:
-        _check(self, asdict(self), positive=("action",))
-        if self.turns < 1 or self.action < 1:
-            raise UserError(
-                f"Episodes have {self.turns:g} turns of {self.action:g} tokens.", "Both numbers must be at least 1."
-            )
+    LIMITS: ClassVar = {"turns": _AT_LEAST_1, "action": _AT_LEAST_1}
 
     @property
     def tokens(self) -> float:
@@ -128,8 +126,8 @@ class EpisodeShape:
         return min(self.most, drawn)
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
+@dataclass(frozen=True)
+class Costs(_Numbers):
     """Costs of a run. `sync_s` is the duration of a weight transfer, during which engines are paused.
 
     If engines run in other processes, an asynchronous learner waits only `sync_s` for a copy of the weights; the
@@ -145,19 +143,14 @@ class Costs:
     sync_s: float = 0.0
     overlap: float = 1.0
     transfer_s: float = 0.0
-
-    def __post_init__(self) -> None:
-        numbers = {"sync_s": self.sync_s, "overlap": self.overlap, "transfer_s": self.transfer_s}
-        _check(self, numbers, positive=("overlap",))
-        if self.overlap > 1:
-            raise UserError(f"Costs.overlap is {self.overlap:g}.", "It is at most 1, for separate devices.")
+    LIMITS: ClassVar = {"overlap": (0.01, 1.0)}
 
 
 MODES = ("sync", "one_step", "async")
 
 
-@dataclass(frozen=True, slots=True)
-class RunLayout:
+@dataclass(frozen=True)
+class RunLayout(_Numbers):
     """Layout of a run: a step trains `groups` of `members` episodes on `learners` equal ranks.
 
     If `in_flight` is 0, the number of concurrent episodes is adapted to the measured load, up to `concurrency` (if 0,
@@ -174,14 +167,14 @@ class RunLayout:
     in_flight: int = 0
     concurrency: int = 0
     seed: int = 0
+    LIMITS: ClassVar = dict.fromkeys(("engines", "learners", "groups", "members", "steps"), _AT_LEAST_1) | {
+        "seed": (-math.inf, math.inf)
+    }
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.mode not in MODES:
             raise UserError(f"Unknown mode {self.mode!r}.", f"Modes: {', '.join(MODES)}.")
-        for name in ("engines", "learners", "groups", "members", "steps", "max_staleness", "in_flight", "concurrency"):
-            value, minimum = asdict(self)[name], 0 if name in ("max_staleness", "in_flight", "concurrency") else 1
-            if value < minimum:
-                raise UserError(f"{name} is {value}.", f"It must be at least {minimum}.")
 
     @property
     def episodes(self) -> int:

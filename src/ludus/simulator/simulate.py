@@ -37,7 +37,7 @@ from ludus.rollouts.stream_control import (
 from ludus.simulator.costs import Costs, EpisodeShape, RunLayout, ToolCost
 from ludus.simulator.devices import DevicePool, Overlap, SimEngine, SimLearner, now, run_virtual
 from ludus.tools.base import Tool
-from ludus.types import Action, Message, Segment, StepResult, StopReason, Task, Trajectory
+from ludus.types import Action, Message, Segment, StepResult, StopReason, Task
 
 _NO_LIMIT_S = 1e9
 _ACTION = Action(Message(role="assistant", content="."))
@@ -103,15 +103,6 @@ class SimChatSession:
     def close(self) -> None:
         if self.engine >= 0:
             self.pool.leave(self.engine)
-
-
-class NoRewards:
-    """Reward executor without rewards; code in virtual time cannot wait for threads."""
-
-    async def scored(
-        self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
-    ) -> Trajectory:
-        return trajectory
 
 
 @dataclass
@@ -200,6 +191,13 @@ class SimRun:
     age: float
     oldest: int
 
+    @property
+    def bottleneck(self) -> str:
+        """The busier of learner and engines, or the slowest episodes if both are idle most of the time."""
+        if min(self.learner_idle, self.engine_idle) > 0.5:
+            return "stragglers"
+        return "learner" if self.learner_idle < self.engine_idle else "engines"
+
 
 def simulate(costs: Costs, layout: RunLayout) -> SimRun:
     """Simulate a run. The result is deterministic."""
@@ -260,7 +258,7 @@ class _Simulation:
             episode_limits=EpisodeLimits(max_turns=10**9, environment_timeout_s=_NO_LIMIT_S),
             limits=SchedulerLimits(layout.max_in_flight),
             ledger=self.ledger,
-            scoring=NoRewards(),
+            scores=False,  # code in virtual time cannot wait for threads
         )
 
     async def sync(self) -> list[SimStep]:

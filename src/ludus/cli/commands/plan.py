@@ -12,7 +12,7 @@ from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import make_console, print_line, print_text
 from ludus.errors import UserError
 from ludus.simulator.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
-from ludus.simulator.fit import estimate, fit, layout_of, run_config
+from ludus.simulator.fit import fit, layout_of, run_config
 from ludus.simulator.simulate import SimRun, simulate
 from ludus.training.run.run_dir import RunFolder
 
@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
         one = replace(layout, mode=mode, engines=engines, in_flight=0, concurrency=0)
         one = replace(one, in_flight=min(one.max_in_flight, engines * args.in_flight))
         runs.append(simulate(costs, one))
-    console.print(_plan_table(costs, runs))
+    console.print(_plan_table(runs))
 
 
 def read_costs(args: argparse.Namespace) -> tuple[Costs, RunLayout, str, list[str]]:
@@ -91,15 +91,14 @@ def cost_lines(costs: Costs) -> list[str]:
     ]
 
 
-def _plan_table(costs: Costs, runs: Sequence[SimRun]) -> FittedTable:
-    ranks = {"learner idle": 1, "engines idle": 1, "bound, s": 2, "in flight": 3, "mean age": 4, "oldest": 4}
-    names = ("step, s", "episodes/s", "learner idle", "engines idle", "in flight", "mean age", "oldest", "bound, s")
+def _plan_table(runs: Sequence[SimRun]) -> FittedTable:
+    ranks = {"learner idle": 1, "engines idle": 1, "in flight": 3, "mean age": 4, "oldest": 4}
+    names = ("step, s", "episodes/s", "learner idle", "engines idle", "in flight", "mean age", "oldest")
     engines, *numbers = (TableColumn(name, ranks.get(name, 0), right=True) for name in ("engines", *names))
     rows = []
     for one in runs:
-        bound = estimate(costs, one.layout)
         speed = (one.layout.engines, one.layout.mode, f"{one.step_s:.3g}", f"{one.episodes_per_s:.3g}")
         idle = (f"{one.learner_idle:.0%}", f"{one.engine_idle:.0%}", f"{one.middle[-1].in_flight:,}")
-        rows.append((*speed, *idle, f"{one.age:.1f}", one.oldest, f"{bound.step_s:.3g}", bound.bottleneck))
+        rows.append((*speed, *idle, f"{one.age:.1f}", one.oldest, one.bottleneck))
     title = "Simulated: means over the middle of each run"
     return make_table((engines, "mode", *numbers, TableColumn("bottleneck", 2)), rows, title)
