@@ -13,7 +13,7 @@ import logging
 import math
 import secrets
 from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from typing import TYPE_CHECKING, TypeVar
@@ -87,79 +87,38 @@ class Router:
 
 @dataclass(eq=False)
 class InflightRequest:
-    """A running request. `name` is its id at the server, "" before sending."""
+    """A running request of an episode. `name` is its id at the server, "" before sending."""
 
+    api: ApiAdapter
     replica: Replica
+    episode: str
     name: str = ""
-    aborted: bool = False
-    done: asyncio.Event = field(default_factory=asyncio.Event)
+    _aborting: asyncio.Task[None] | None = None
 
+    @property
+    def aborted(self) -> bool:
+        return self._aborting is not None
 
-class InflightRequests:
-    """Running requests by episode. Their names begin with `prefix`.
+    def abort(self) -> None:
+        """End the request with the tokens so far."""
+        if self._aborting is None:
+            self._aborting = asyncio.get_running_loop().create_task(self._send_aborts())
 
-    A server ignores an abort for a request that it has not received yet, so the abort is retried until the request
-    ends.
-    """
+    def end(self) -> None:
+        if self._aborting is not None:
+            self._aborting.cancel()
 
-    def __init__(self, api: ApiAdapter, prefix: str) -> None:
-        self._api, self._prefix, self._num_names = api, prefix, 0
-        self._by_episode: dict[str, set[InflightRequest]] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
-
-    def new_name(self) -> str:
-        self._num_names += 1
-        return f"{self._prefix}-{self._num_names}"
-
-    @contextmanager
-    def track(self, replica: Replica, request: Request) -> Iterator[InflightRequest]:
-        """Register a request during the block; abort it after its `timeout_s`."""
-        call = InflightRequest(replica)
-        calls = self._by_episode.setdefault(request.episode, set())
-        calls.add(call)
-        timer: asyncio.TimerHandle | None = None
-        if request.timeout_s is not None:
-            timer = asyncio.get_running_loop().call_later(request.timeout_s, self._abort, call)
-        try:
-            yield call
-        finally:
-            call.done.set()
-            if timer is not None:
-                timer.cancel()
-            calls.discard(call)
-            if not calls:
-                self._by_episode.pop(request.episode, None)
-
-    def abort(self, episode: str) -> None:
-        """Abort the episode's requests; they return the tokens so far."""
-        for call in self._by_episode.get(episode, ()):
-            self._abort(call)
-
-    def close(self) -> None:
-        for task in tuple(self._tasks):
-            task.cancel()
-
-    def _abort(self, call: InflightRequest) -> None:
-        if call.aborted:
-            return
-        call.aborted = True
-        task = asyncio.get_running_loop().create_task(self._end(call))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-
-    async def _end(self, call: InflightRequest) -> None:
-        """Retry the abort with growing delays until the request ends."""
+    async def _send_aborts(self) -> None:
+        """Repeat the abort with growing delays: a server ignores it for a request that it has not received yet."""
         wait_s = _FIRST_WAIT_S
-        while not call.done.is_set():
-            if call.name:
+        while True:
+            if self.name:
                 try:
-                    await self._api.abort(call.replica, call.name)
+                    await self.api.abort(self.replica, self.name)
                 except EngineError as error:
                     log.warning("failed to abort a request: %s", error.message)
                     return
-            with suppress(TimeoutError):
-                async with asyncio.timeout(wait_s):
-                    await call.done.wait()
+            await asyncio.sleep(wait_s)
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
@@ -196,7 +155,8 @@ class ServerEngine:
         self._lora_scaling = lora_scaling
         self._router = Router(self._replicas)
         self._name = secrets.token_hex(6)
-        self._inflight = InflightRequests(self._api, self._name)
+        self._inflight: set[InflightRequest] = set()
+        self._num_names = 0
         self._weights = WeightPublisher(
             self._api, self._replicas, settings, self._name, reports_versions=self._facts.logprobs == "exact"
         )
@@ -226,7 +186,7 @@ class ServerEngine:
             elif self._settings.moves_episodes and (pin := self._rolling.move(episode)) is not None:
                 self._router.pin(episode, pin)
         replica = self._router.of(request.episode)
-        with self._inflight.track(replica, request) as call:
+        with self._tracked(replica, request) as call:
             await self._check_logprobs(replica, request.params)
             with self._weights.adapters.using(request.adapter, request.episode) as adapter:
                 return await self._generate(call, request, adapter)
@@ -240,7 +200,10 @@ class ServerEngine:
         return [task.result() for task in tasks]
 
     def abort(self, episode: str) -> None:
-        self._inflight.abort(episode)
+        """Abort the episode's requests; they return the tokens so far."""
+        for call in self._inflight:
+            if call.episode == episode:
+                call.abort()
 
     async def pause(self) -> None:
         """Pause computation on all replicas until `resume`; requests stay queued."""
@@ -372,12 +335,33 @@ class ServerEngine:
     async def close(self) -> None:
         """Close the connections; the servers keep running."""
         await self._stats.close()
-        self._inflight.close()
+        for call in self._inflight:
+            call.end()
         if self._rolling is not None:
             self._rolling.close()
         await self._weights.close()
         for replica in (*self._replicas, *self._router.removed):
             await replica.close()
+
+    @contextmanager
+    def _tracked(self, replica: Replica, request: Request) -> Iterator[InflightRequest]:
+        """Register a request during the block; abort it after its `timeout_s`."""
+        call = InflightRequest(self._api, replica, request.episode)
+        self._inflight.add(call)
+        timer: asyncio.TimerHandle | None = None
+        if request.timeout_s is not None:
+            timer = asyncio.get_running_loop().call_later(request.timeout_s, call.abort)
+        try:
+            yield call
+        finally:
+            if timer is not None:
+                timer.cancel()
+            self._inflight.discard(call)
+            call.end()
+
+    def _new_name(self) -> str:
+        self._num_names += 1
+        return f"{self._name}-{self._num_names}"
 
     async def _generate(self, call: InflightRequest, request: Request, adapter: RemoteAdapter | None) -> Completion:
         """Sample from the weights that were sent; retry once if the server had others."""
@@ -385,7 +369,7 @@ class ServerEngine:
         pinned = None if pin is None else pin.version
 
         async def sample(name: str) -> SampledTokens:
-            call.name = self._inflight.new_name()
+            call.name = self._new_name()
             return await self._api.generate(replica, self._facts, call.name, request, name)
 
         for _ in range(2):
@@ -441,7 +425,7 @@ class ServerEngine:
             return
         if self._mode is None:  # at a high temperature, only raw log-probabilities match scoring
             probe = Request("", (0,), _MODE_PROBE)
-            sampled = await self._api.generate(replica, self._facts, self._inflight.new_name(), probe, BASE)
+            sampled = await self._api.generate(replica, self._facts, self._new_name(), probe, BASE)
             scores = await self._score(replica, probe.token_ids + sampled.tokens, BASE)
             gaps = [abs(a - b) for a, b in zip(scores[1:], sampled.logprobs, strict=True)]
             self._mode = "raw" if max(gaps, default=math.inf) < _SAME_NATS else "processed"
