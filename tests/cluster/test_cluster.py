@@ -24,7 +24,6 @@ from ludus.cluster.local_launcher import LocalLauncher, LocalWorkerHandle
 from ludus.cluster.protocol import (
     MAX_RECORDS,
     EngineSet,
-    ForwardedRecords,
     Heartbeat,
     LogForwarder,
     RolloutJob,
@@ -41,7 +40,7 @@ from ludus.cluster.protocol import (
     log_records,
 )
 from ludus.cluster.supervisor import ClusterPlan, WorkerGroup, WorkerLost
-from ludus.cluster.worker_pool import PoolLimits, WorkerPool
+from ludus.cluster.worker_pool import WorkerPool
 from ludus.cluster.workers import RolloutWorker, sandbox_of
 from ludus.config import load_config
 from ludus.config.sections.cluster import ClusterConfig
@@ -124,8 +123,8 @@ def make_pool(start, target=2, restarts=3, heartbeat_timeout_s=0.1, **limits: fl
     async def on_left(member):
         left.append(member.number)
 
-    bounds = PoolLimits(5, heartbeat_timeout_s, restarts, **limits)
-    return WorkerPool("worker", target, start, bounds, on_joined, on_left), joined, left
+    config = ClusterConfig(startup_timeout_s=5, heartbeat_timeout_s=heartbeat_timeout_s, restarts=restarts)
+    return WorkerPool("worker", target, start, config, on_joined, on_left, **limits), joined, left
 
 
 def recorded() -> tuple[list, object]:
@@ -521,9 +520,9 @@ def test_unpicklable_response_raises_user_error_and_keeps_log_records():
     class LocalFloat(float):
         """A number of a class that no other process can know."""
 
-    answer = WorkerResponse(LocalFloat(1.0), records=(ForwardedRecords(0.0, logging.INFO, "ludus", "heard"),))
+    answer = WorkerResponse(LocalFloat(1.0), records=(logging.makeLogRecord({"msg": "heard"}),))
     reply = decode_response(encode_response(answer))
-    assert reply.records == answer.records
+    assert [record.getMessage() for record in reply.records] == ["heard"]
     with pytest.raises(UserError, match=r"A LocalFloat cannot be sent .*must survive pickling"):
         reply.take()
     with pytest.raises(UserError, match="pickle"):
@@ -575,7 +574,7 @@ def test_worker_process_forwards_logs_and_errors_and_reports_its_death(tmp_path,
             assert started.pid != os.getpid()
             (record,) = [one for one in caplog.records if one.name == "ludus.prices"]
             assert record.getMessage() == "worker 0: the index is from yesterday"
-            assert (record.levelname, record.process != started.pid) == ("WARNING", True)
+            assert (record.levelname, record.process) == ("WARNING", started.pid)
             assert time.time() - 120 < record.created < time.time()
             with pytest.raises(WorldError, match="before the worker received engines"):
                 await remote.call(JOB, 30)
@@ -649,7 +648,7 @@ def test_logs_of_a_process_are_buffered_up_to_a_limit(caplog):
     for number in range(MAX_RECORDS + 5):
         elsewhere.info("%d", number)
     said = ear.take()
-    assert (len(said), said[-1].text) == (MAX_RECORDS + 1, "5 more were dropped")
+    assert (len(said), said[-1].getMessage()) == (MAX_RECORDS + 1, "5 more were dropped")
 
 
 @pytest.mark.parametrize(("bound", "workers", "share"), [(4, 2, 2), (3, 2, 1), (2, 8, 1), (4, 1, 4)])

@@ -7,24 +7,16 @@ from dataclasses import dataclass, field, replace
 
 import pytest
 
-from ludus.cluster.protocol import (
-    Heartbeat,
-    RewardScores,
-    RolloutJob,
-    ScoreJob,
-    Started,
-    WorkerCommand,
-    WorkerDied,
-    WorkerSpec,
-)
+from ludus.cluster.protocol import Heartbeat, RolloutJob, Started, WorkerCommand, WorkerDied, WorkerSpec
 from ludus.cluster.supervisor import WorkerGroup
-from ludus.cluster.worker_pool import MAX_ATTEMPTS, PoolLimits, RewardWorkers, ScoringLost
+from ludus.cluster.worker_pool import MAX_ATTEMPTS, RewardWorkers, ScoringLost
 from ludus.cluster.workers import WorkerServer
 from ludus.config import load_config
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.errors import ConfigError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rollouts.reward_executor import RewardTimeout
+from ludus.rollouts.reward_process import ScoredEpisode, ScoreRequest
 from ludus.types import StopReason, Task, Trajectory
 from small_worlds import RecordingEnv, RecordingWorld, make_requests, make_scheduler, scripted
 from tests.cluster.test_cluster import JOB, FakeLauncher, plan
@@ -65,7 +57,7 @@ class LocalRewardWorker:
     late: str = ""
     killed: bool = False
     go: asyncio.Event | None = None
-    scored: list[ScoreJob] = field(default_factory=list)
+    scored: list[ScoreRequest] = field(default_factory=list)
 
     async def call(self, message, deadline_s):
         match message:
@@ -73,7 +65,7 @@ class LocalRewardWorker:
                 return Started("here", self.number)
             case WorkerCommand.PING:
                 return Heartbeat()
-            case ScoreJob():
+            case ScoreRequest():
                 self.scored.append(message)
                 if message.task.id == self.late:
                     await asyncio.sleep(deadline_s)
@@ -82,7 +74,7 @@ class LocalRewardWorker:
                     await self.go.wait()
                 if self.ends or self.killed:
                     raise WorkerDied(f"worker {self.number} is gone.")
-                return RewardScores({"solved": 1.0}, 1.0, 0.25)
+                return ScoredEpisode({"solved": 1.0}, 1.0, 0.25)
         return None
 
     async def kill(self):
@@ -93,16 +85,17 @@ def workers(made, **changes) -> RewardWorkers:
     async def start(number):
         return made[number]
 
-    config = ClusterConfig(**{"reward_workers": 1, "scoring_timeout_s": 0.05} | changes)
-    return RewardWorkers(config, start, PoolLimits(5, 5, 10))
+    timeouts = {"startup_timeout_s": 5, "heartbeat_timeout_s": 5, "restarts": 10, "scoring_timeout_s": 0.05}
+    config = ClusterConfig(**{"reward_workers": 1} | timeouts | changes)
+    return RewardWorkers("reward worker", config.reward_workers, start, config)
 
 
 def test_scoring_of_a_lost_reward_worker_is_retried_on_another():
     async def scenario(made):
         rewards = workers(made)
-        rewards.pool.reconcile()
+        rewards.reconcile()
         found = await rewards.scored(TASK, PLAYED)
-        await rewards.pool.close()
+        await rewards.close()
         return found
 
     made = [LocalRewardWorker(0, ends=True), LocalRewardWorker(1, ends=True), LocalRewardWorker(2)]
@@ -117,16 +110,16 @@ def test_scoring_of_a_lost_reward_worker_is_retried_on_another():
 def test_scoring_timeout_raises_and_is_not_counted_as_worker_loss(caplog):
     async def scenario(made):
         rewards = workers(made)
-        rewards.pool.limits = PoolLimits(5, 5, 0)
-        rewards.pool.reconcile()
+        rewards.config = rewards.config.model_copy(update={"restarts": 0})
+        rewards.reconcile()
         for _ in range(2):
             with pytest.raises(RewardTimeout, match=r"task t took longer than 0\.05 s") as late:
                 await rewards.scored(TASK, PLAYED)
             assert isinstance(late.value.__cause__, TimeoutError)  # the ledger notes the clock
         assert (await rewards.scored(replace(TASK, id="another"), PLAYED)).reward == 1.0
         await until(lambda: all(one.killed for one in made[:2]))
-        assert rewards.pool.num_lost == 0
-        await rewards.pool.close()
+        assert rewards.num_lost == 0
+        await rewards.close()
 
     made = [LocalRewardWorker(number, late="t") for number in range(3)]
     asyncio.run(scenario(made))
@@ -138,18 +131,18 @@ def test_concurrent_scoring_finishes_before_a_timed_out_worker_is_killed():
     async def scenario(made):
         made[0].go = asyncio.Event()
         rewards = workers(made, scorings_per_worker=2)
-        rewards.pool.reconcile()
-        await rewards.pool.wait_until_full()
+        rewards.reconcile()
+        await rewards.wait_until_full()
         beside = asyncio.create_task(rewards.scored(replace(TASK, id="another"), PLAYED))
         with pytest.raises(RewardTimeout):
             await rewards.scored(TASK, PLAYED)
-        await rewards.pool.wait_until_full()
-        assert list(rewards.pool.members) == [1]
+        await rewards.wait_until_full()
+        assert list(rewards.members) == [1]
         assert not made[0].killed
         made[0].go.set()
         assert (await beside).reward == 1.0
         await until(lambda: made[0].killed)
-        await rewards.pool.close()
+        await rewards.close()
 
     made = [LocalRewardWorker(0, late="t"), LocalRewardWorker(1)]
     asyncio.run(scenario(made))
@@ -159,12 +152,12 @@ def test_concurrent_scoring_finishes_before_a_timed_out_worker_is_killed():
 def test_episode_that_kills_several_reward_workers_raises_scoring_lost():
     async def scenario(made):
         rewards = workers(made)
-        rewards.pool.reconcile()
+        rewards.reconcile()
         with pytest.raises(ScoringLost, match=f"{MAX_ATTEMPTS} reward workers died scoring task t: .*2 is gone"):
             await rewards.scored(TASK, PLAYED)
         made[MAX_ATTEMPTS].ends = False
         assert (await rewards.scored(TASK, PLAYED)).reward == 1.0
-        await rewards.pool.close()
+        await rewards.close()
 
     assert ScoringLost.part == "reward"
     asyncio.run(scenario([LocalRewardWorker(number, ends=True) for number in range(MAX_ATTEMPTS + 1)]))
@@ -173,11 +166,11 @@ def test_episode_that_kills_several_reward_workers_raises_scoring_lost():
 def test_exhausted_reward_worker_pool_raises_worker_died():
     async def scenario(made):
         rewards = workers(made)
-        rewards.pool.limits = PoolLimits(5, 5, 0)
-        rewards.pool.reconcile()
+        rewards.config = rewards.config.model_copy(update={"restarts": 0})
+        rewards.reconcile()
         with pytest.raises(WorkerDied, match="no reward worker left"):
             await rewards.scored(TASK, PLAYED)
-        await rewards.pool.close()
+        await rewards.close()
 
     asyncio.run(scenario([LocalRewardWorker(0, ends=True), LocalRewardWorker(1)]))
 
@@ -208,7 +201,7 @@ def test_played_episode_is_scored_by_a_reward_worker():
         found = await group.run_attempt(JOB, 5)
         assert (found.rewards, found.reward) == ({"solved": 1.0}, 1.0)
         (job,) = [job for one in launcher.made if isinstance(one, LocalRewardWorker) for job in one.scored]
-        assert job == ScoreJob(JOB.request.task, PLAYED)
+        assert job == ScoreRequest(JOB.request.task, PLAYED)
         await group.scale(None, None, 3)
         assert sum(isinstance(one, LocalRewardWorker) for one in launcher.made) == 3
         await group.close()
@@ -233,7 +226,7 @@ def test_reward_worker_answers_pings_while_scoring_with_its_world(host, monkeypa
     async def scenario():
         assert isinstance((await host.call(0, WorkerCommand.START)).take(), Started)
         played = [replace(PLAYED, sample=n, tags={"waits": str(tmp_path)}) for n in (1, 2)]
-        both = [asyncio.create_task(host.call(one.sample, ScoreJob(TASK, one))) for one in played]
+        both = [asyncio.create_task(host.call(one.sample, ScoreRequest(TASK, one))) for one in played]
         await until(lambda: len(list(tmp_path.glob("begun-*"))) == 2)  # two at once, as set
         assert (await host.call(3, WorkerCommand.PING)).take() == Heartbeat(in_flight=2)
         (tmp_path / "go").touch()
@@ -242,7 +235,7 @@ def test_reward_worker_answers_pings_while_scoring_with_its_world(host, monkeypa
             assert (found.parts, found.total) == ({"solved": 1.0, "shape": 0.5}, 1.05)
             assert found.seconds > 0
         with pytest.raises(WorldError, match=r"A reward of task broken raised .*no such verdict"):
-            (await host.call(4, ScoreJob(Task("broken", (), None), played[0]))).take()
+            (await host.call(4, ScoreRequest(Task("broken", (), None), played[0]))).take()
         (await host.call(5, WorkerCommand.SHUTDOWN)).take()
 
     asyncio.run(scenario())
@@ -253,11 +246,11 @@ class LocalRewardHost:
     """A reward worker's host in this process, which is asked as one elsewhere is."""
 
     host: WorkerServer
-    scored: list[ScoreJob] = field(default_factory=list)
+    scored: list[ScoreRequest] = field(default_factory=list)
 
     async def call(self, message, deadline_s):
         number = len(self.scored) + 1000 * (message is WorkerCommand.PING)
-        if isinstance(message, ScoreJob):
+        if isinstance(message, ScoreRequest):
             self.scored.append(message)
         try:
             async with asyncio.timeout(deadline_s):
@@ -281,7 +274,7 @@ def test_cancelled_scoring_keeps_its_slot_until_it_has_ended(host, monkeypatch, 
     async def scenario():
         near = LocalRewardHost(host)
         rewards = workers([near], scoring_timeout_s=20)
-        rewards.pool.reconcile()
+        rewards.reconcile()
         for place in places:
             place.mkdir()
         played = [replace(PLAYED, sample=n, tags={"waits": str(place)}) for n, place in enumerate(places)]
@@ -295,7 +288,7 @@ def test_cancelled_scoring_keeps_its_slot_until_it_has_ended(host, monkeypatch, 
         (places[0] / "go").touch()
         assert (await following).reward == 1.05
         assert given_up.cancelled()
-        await rewards.pool.close()
+        await rewards.close()
 
     asyncio.run(scenario())
 

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import logging
 import pickle
-import threading
 import traceback
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from enum import Enum
+from logging.handlers import QueueHandler
+from queue import Full, Queue
 from typing import Literal, Protocol, cast
 
 from ludus.config.schema import Config
@@ -16,8 +17,8 @@ from ludus.engines.base import EngineStats
 from ludus.engines.remote.api_adapters import RemoteAdapter
 from ludus.engines.remote.rolling_update import EpisodePin
 from ludus.errors import LudusError, UserError
+from ludus.rollouts.reward_process import ScoreRequest
 from ludus.rollouts.scheduler import RolloutRequest, SamplingPlan
-from ludus.types import Task, Trajectory
 
 _RESPONSE_HINT = "All data of episodes and rewards must survive pickling and unpickling."
 _REQUEST_HINT = "Tasks and their truth must survive pickling and unpickling."
@@ -29,45 +30,31 @@ log = logging.getLogger("ludus")
 Role = Literal["engine", "worker", "reward worker"]
 
 
-@dataclass(frozen=True, slots=True)
-class ForwardedRecords:
-    """Picklable log record; `created` in seconds since the epoch, `text` with its traceback."""
-
-    created: float
-    level: int
-    name: str
-    text: str
-
-
-class LogForwarder(logging.Handler):
+class LogForwarder(QueueHandler):
     """Buffer the records of a logger and its children until the next heartbeat, which takes them to the run log.
 
     At most `MAX_RECORDS` records are buffered; further ones are only counted. The last records of a dying process
     reach only its standard error.
     """
 
+    queue: Queue[logging.LogRecord]
+
     def __init__(self) -> None:
-        super().__init__()
-        self._records: list[ForwardedRecords] = []
+        super().__init__(Queue(MAX_RECORDS))
         self._dropped = 0
-        self._guard = threading.Lock()
-        self.setFormatter(logging.Formatter("%(message)s"))
 
-    def emit(self, record: logging.LogRecord) -> None:
-        forwarded = ForwardedRecords(record.created, record.levelno, record.name, self.format(record))
-        with self._guard:
-            if len(self._records) < MAX_RECORDS:
-                self._records.append(forwarded)
-            else:
-                self._dropped += 1
+    def enqueue(self, record: logging.LogRecord) -> None:
+        try:
+            self.queue.put_nowait(record)
+        except Full:
+            self._dropped += 1
 
-    def take(self) -> tuple[ForwardedRecords, ...]:
-        with self._guard:
-            records, dropped = self._records, self._dropped
-            self._records, self._dropped = [], 0
+    def take(self) -> tuple[logging.LogRecord, ...]:
+        records = [self.queue.get_nowait() for _ in range(self.queue.qsize())]
+        dropped, self._dropped = self._dropped, 0
         if dropped:
             text = f"{dropped} more were dropped"
-            records.append(ForwardedRecords(records[-1].created, logging.WARNING, log.name, text))
+            records.append(logging.LogRecord(log.name, logging.WARNING, __file__, 0, text, None, None))
         return tuple(records)
 
 
@@ -81,14 +68,13 @@ def start_forwarding() -> LogForwarder:
     return forwarder
 
 
-def log_records(who: str, records: Iterable[ForwardedRecords]) -> None:
+def log_records(who: str, records: Iterable[logging.LogRecord]) -> None:
     """Log another process's records here, with their original time and the name `who`."""
     for record in records:
         logger = logging.getLogger(record.name)
-        if logger.isEnabledFor(record.level):
-            fields = {"name": record.name, "levelno": record.level, "levelname": logging.getLevelName(record.level)}
-            fields |= {"msg": f"{who}: {record.text}", "created": record.created, "msecs": record.created % 1 * 1000}
-            logger.handle(logging.makeLogRecord(fields))
+        if logger.isEnabledFor(record.levelno):
+            record.msg = f"{who}: {record.msg}"
+            logger.handle(record)
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,23 +144,6 @@ class RolloutJob:
 
 
 @dataclass(frozen=True, slots=True)
-class ScoreJob:
-    """Score a trajectory and return its `RewardScores`."""
-
-    task: Task
-    trajectory: Trajectory
-
-
-@dataclass(frozen=True, slots=True)
-class RewardScores:
-    """Rewards of a trajectory: parts, weighted sum, and duration in seconds."""
-
-    parts: dict[str, float]
-    total: float
-    seconds: float = 0.0
-
-
-@dataclass(frozen=True, slots=True)
 class Heartbeat:
     """Statistics of an engine since its start, and the number of requests in flight."""
 
@@ -182,7 +151,7 @@ class Heartbeat:
     in_flight: int = 0
 
 
-Message = WorkerCommand | EngineSet | RolloutJob | ScoreJob
+Message = WorkerCommand | EngineSet | RolloutJob | ScoreRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +161,7 @@ class WorkerResponse:
     value: object = None
     error: LudusError | None = None
     late: bool = False
-    records: tuple[ForwardedRecords, ...] = ()
+    records: tuple[logging.LogRecord, ...] = ()
 
     def take(self) -> object:
         """Return the value, or raise the error."""

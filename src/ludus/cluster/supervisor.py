@@ -25,7 +25,7 @@ from ludus.cluster.protocol import (
     WorkerHandle,
     WorkerSpec,
 )
-from ludus.cluster.worker_pool import PoolLimits, PoolMember, RewardWorkers, WorkerPool
+from ludus.cluster.worker_pool import PoolMember, RewardWorkers, WorkerPool
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.engines.base import EngineStats, WeightCheck
 from ludus.engines.remote.engine import ServerEngine
@@ -101,16 +101,17 @@ class WorkerGroup:
 
     def __post_init__(self) -> None:
         config = self.plan.config
-        limits = PoolLimits(config.startup_timeout_s, config.heartbeat_timeout_s, config.restarts)
         count, start, on_change = self.plan.sizes["engine"], self._start, (self._engine_joined, self._engine_left)
-        self.engines = WorkerPool("engine", count, partial(start, "engine"), limits, *on_change)
-        self.workers = WorkerPool("worker", config.workers, partial(start, "worker"), limits, self._worker_joined)
+        self.engines = WorkerPool("engine", count, partial(start, "engine"), config, *on_change)
+        self.workers = WorkerPool("worker", config.workers, partial(start, "worker"), config, self._worker_joined)
         if config.reward_workers:
-            self.rewards = RewardWorkers(config, partial(start, "reward worker"), limits)
+            self.rewards = RewardWorkers(
+                "reward worker", config.reward_workers, partial(start, "reward worker"), config
+            )
 
     @property
     def pools(self) -> list[WorkerPool]:
-        return [self.engines, self.workers] + ([] if self.rewards is None else [self.rewards.pool])
+        return [self.engines, self.workers] + ([] if self.rewards is None else [self.rewards])
 
     async def open(self) -> None:
         """Start all workers and wait until they are ready. Raises the startup error."""

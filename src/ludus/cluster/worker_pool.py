@@ -14,20 +14,11 @@ import time
 from collections.abc import Awaitable, Callable, Coroutine
 from dataclasses import dataclass, field, replace
 
-from ludus.cluster.protocol import (
-    Heartbeat,
-    RewardScores,
-    Role,
-    ScoreJob,
-    Started,
-    WorkerCommand,
-    WorkerDied,
-    WorkerHandle,
-    failure_response,
-)
+from ludus.cluster.protocol import Heartbeat, Role, Started, WorkerCommand, WorkerDied, WorkerHandle, failure_response
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.errors import LudusError, WorldError
 from ludus.rollouts.reward_executor import RewardTimeout, add_grading_time, add_wait_time
+from ludus.rollouts.reward_process import ScoredEpisode, ScoreRequest
 from ludus.types import Task, Trajectory
 
 _HEARTBEAT_S = 1.0
@@ -55,33 +46,23 @@ class PoolMember:
     watch: asyncio.Task[None] | None = None
 
 
-@dataclass(frozen=True)
-class PoolLimits:
-    """Limits of a pool.
-
-    `start_s` is the startup timeout, `heartbeat_timeout_s` the heartbeat timeout, `restarts` the number of
-    consecutive losses to replace; the count resets if a member has been up for `proven_s`. Failed
-    starts are retried after `wait_s`, doubled each time up to `longest_wait_s`.
-    """
-
-    start_s: float
-    heartbeat_timeout_s: float
-    restarts: int
-    proven_s: float = 600.0
-    wait_s: float = 1.0
-    longest_wait_s: float = 30.0
-
-
 @dataclass
 class WorkerPool:
-    """Workers by number. `start` launches the worker of a number; `joined` and `left` are called with a member."""
+    """Workers by number. `start` launches the worker of a number; `joined` and `left` are called with a member.
+
+    The count of consecutive losses resets if a member has been up for `proven_s`. Failed starts are retried after
+    `wait_s`, doubled each time up to `longest_wait_s`.
+    """
 
     kind: Role
     target: int
     start: Callable[[int], Awaitable[WorkerHandle]]
-    limits: PoolLimits
+    config: ClusterConfig
     joined: Callable[[PoolMember], Awaitable[None]] | None = None
     left: Callable[[PoolMember], Coroutine[None, None, None]] | None = None
+    proven_s: float = 600.0
+    wait_s: float = 1.0
+    longest_wait_s: float = 30.0
     members: dict[int, PoolMember] = field(default_factory=dict)
     num_lost: int = 0
     num_gone: int = 0
@@ -173,13 +154,13 @@ class WorkerPool:
 
     async def _add_member(self) -> None:
         """Add one member; retry until it starts or the target size drops."""
-        task, wait_s = asyncio.current_task(), self.limits.wait_s
+        task, wait_s = asyncio.current_task(), self.wait_s
         assert task is not None
         while not await self._start() and self.failed is None:
             self._failing.add(task)
             await self._notify()
             await asyncio.sleep(wait_s)
-            wait_s = min(2 * wait_s, self.limits.longest_wait_s)
+            wait_s = min(2 * wait_s, self.longest_wait_s)
             if len(self.members) + len(self._starting) > self.target:
                 break
         self._starting.discard(task)
@@ -193,7 +174,7 @@ class WorkerPool:
         self._number += 1
         try:
             remote = await self.start(number)
-            started = await remote.call(WorkerCommand.START, self.limits.start_s)
+            started = await remote.call(WorkerCommand.START, self.config.startup_timeout_s)
             assert isinstance(started, Started)
             member = PoolMember(number, remote, started)
             await self._while_alive(member, self._join(member))
@@ -251,13 +232,13 @@ class WorkerPool:
     async def _record_loss(self, error: LudusError, member: PoolMember | None = None) -> None:
         """Count a loss. The pool fails if no member is left and losses continue, or if no first member started."""
         now = time.monotonic()
-        if any(now - other.since >= self.limits.proven_s for other in self.members.values()):
+        if any(now - other.since >= self.proven_s for other in self.members.values()):
             self._consecutive_losses = 0
         self._consecutive_losses += 1
         self.num_lost += 1
         if member is not None:
             self._drop(member)
-        if not self._any_started or (not self.members and self._consecutive_losses > self.limits.restarts):
+        if not self._any_started or (not self.members and self._consecutive_losses > self.config.restarts):
             self.failed = type(error)(f"The cluster has no {self.kind} left: {error.message}", error.hint)
             await self._notify()
 
@@ -273,7 +254,7 @@ class WorkerPool:
             self.run_in_background(self.replace_dead(member, error))
 
     async def _heartbeat(self, member: PoolMember) -> Heartbeat:
-        heartbeat = await member.remote.call(WorkerCommand.PING, self.limits.heartbeat_timeout_s)
+        heartbeat = await member.remote.call(WorkerCommand.PING, self.config.heartbeat_timeout_s)
         assert isinstance(heartbeat, Heartbeat)
         return heartbeat
 
@@ -339,9 +320,8 @@ class ScoringLost(WorldError):
     part = "reward"
 
 
-@dataclass
-class RewardWorkers:
-    """Pool of reward workers; `start` launches one. Use only on the worker group's event loop.
+class RewardWorkers(WorkerPool):
+    """Pool of reward workers. Use only on the worker group's event loop.
 
     If a worker dies, its trajectory is scored by another one; the episode is not repeated. Rewards depend on
     task and trajectory alone, so a timeout is not retried: it raises `RewardTimeout`, and the worker, which may
@@ -350,22 +330,14 @@ class RewardWorkers:
     since a reward cannot be interrupted.
     """
 
-    config: ClusterConfig
-    start: Callable[[int], Awaitable[WorkerHandle]]
-    limits: PoolLimits
-    pool: WorkerPool = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.pool = WorkerPool("reward worker", self.config.reward_workers, self.start, self.limits)
-
     async def scored(self, task: Task, trajectory: Trajectory) -> Trajectory:
         """Return the trajectory with rewards, computed by the least busy worker."""
         lost: WorkerDied | None = None
         start_s = time.perf_counter()
         for _ in range(MAX_ATTEMPTS):
-            member = await self.pool.take(self.config.scorings_per_worker)
-            scoring = asyncio.create_task(self._score_on(member, ScoreJob(task, trajectory)))
-            self.pool.run_in_background(_finish(scoring))
+            member = await self.take(self.config.scorings_per_worker)
+            scoring = asyncio.create_task(self._score_on(member, ScoreRequest(task, trajectory)))
+            self.run_in_background(_finish(scoring))
             try:
                 scores = await asyncio.shield(scoring)
                 found = replace(trajectory, rewards=scores.parts, reward=scores.total)
@@ -382,23 +354,23 @@ class RewardWorkers:
         message = f"{MAX_ATTEMPTS} reward workers died scoring task {task.id}: {lost.message}"
         raise ScoringLost(message, lost.hint) from lost
 
-    async def _score_on(self, member: PoolMember, job: ScoreJob) -> RewardScores:
+    async def _score_on(self, member: PoolMember, job: ScoreRequest) -> ScoredEpisode:
         """Send a job to a worker and free its slot; replace the worker on timeout or loss."""
         try:
             found = await member.remote.call(job, self.config.scoring_timeout_s)
-            assert isinstance(found, RewardScores)
+            assert isinstance(found, ScoredEpisode)
             return found
         except WorkerDied as error:
             if isinstance(error.__cause__, TimeoutError):
-                self.pool.retire(member, error)
+                self.retire(member, error)
             else:
-                await self.pool.replace_dead(member, error)
+                await self.replace_dead(member, error)
             raise
         finally:
-            await self.pool.release(member)
+            await self.release(member)
 
 
-async def _finish(scoring: asyncio.Task[RewardScores]) -> None:
+async def _finish(scoring: asyncio.Task[ScoredEpisode]) -> None:
     """Wait for a scoring, ignoring errors; cancel it if the pool is closed."""
     try:
         await asyncio.wait({scoring})

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import os
-import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 
@@ -18,9 +17,7 @@ from ludus.cluster.protocol import (
     Heartbeat,
     LogForwarder,
     Message,
-    RewardScores,
     RolloutJob,
-    ScoreJob,
     Started,
     WorkerCommand,
     WorkerResponse,
@@ -35,9 +32,9 @@ from ludus.engines.remote.engine import ServerEngine
 from ludus.envs.base import World
 from ludus.envs.registry import build_world, sandbox_settings
 from ludus.errors import LudusError, WorldError
-from ludus.rollouts.episode import scored
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
+from ludus.rollouts.reward_process import ScoredEpisode, ScoreRequest, Verifiers
 from ludus.rollouts.scheduler import SamplingPlan, Scheduler, engine_name, engine_scheduler
 from ludus.sandbox import open_sandbox
 from ludus.tools.base import shared_by
@@ -226,12 +223,13 @@ class RewardWorker:
 
     def __init__(self, config: Config) -> None:
         self._world = build_world(config.env, config.rollout, config.sandbox)
+        self._verifiers = Verifiers(self._world.rewards)
         self._threads = ThreadPoolExecutor(config.cluster.scorings_per_worker, "ludus-rewards")
         self._scoring = 0
 
     async def do(self, message: Message) -> object:
         match message:
-            case ScoreJob():
+            case ScoreRequest():
                 return await self._score(message)
             case WorkerCommand.PING:
                 return Heartbeat(in_flight=self._scoring)
@@ -241,14 +239,9 @@ class RewardWorker:
                 return None
         raise LudusError(f"A reward worker does not support {type(message).__name__}.")
 
-    async def _score(self, message: ScoreJob) -> RewardScores:
-        def score() -> RewardScores:
-            begin = time.perf_counter()
-            trajectory = scored(self._world.rewards, message.task, message.trajectory)
-            return RewardScores(dict(trajectory.rewards), trajectory.reward, time.perf_counter() - begin)
-
+    async def _score(self, message: ScoreRequest) -> ScoredEpisode:
         self._scoring += 1
         try:
-            return await asyncio.get_running_loop().run_in_executor(self._threads, score)
+            return await asyncio.get_running_loop().run_in_executor(self._threads, self._verifiers.run, message)
         finally:
             self._scoring -= 1
