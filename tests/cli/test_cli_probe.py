@@ -40,7 +40,7 @@ def test_faithfulness_finds_the_policy_with_noise_reasoning(tiny_run, tmp_path):
     found, notes, out = probed(tmp_path, "faithfulness", *words, f"{POLICIES}:noise")
     rows = {row["reasoning"]: row for row in found}
     shown = RunPages(SimpleNamespace(folder=RunFolder(tiny_run))).probes()
-    assert [(one["name"], one["notes"]) for one in shown] == [("faithfulness-step-000002", notes)]
+    assert [(one["name"], one["note"]) for one in shown] == [("faithfulness-step-000002", "\n\n".join(notes))]
     assert shown[0]["rows"][0]["reasoning"] == found[0]["reasoning"]
     page = tmp_path / "page.html"
     assert ludus("report", tiny_run, "--output", page).code == 0
@@ -61,7 +61,7 @@ def test_scaling_of_a_run_as_json_and_markdown(tiny_run, tmp_path):
     assert {"turns at most", "best of", "any of (pass@k)"} <= methods
     assert notes[0].startswith("3 attempts per task")
     lines = (tmp_path / "report.md").read_text().splitlines()
-    assert lines[:4:2] == ["# Success against test-time compute", "| method | budget | success | difference |"]
+    assert lines[:4:2] == ["## Success against test-time compute", "| method | budget | success | difference |"]
     assert sum(line.startswith("|") for line in lines) == len(rows) + 2
     assert f"Written: {tmp_path / 'report.md'}" in out
 

@@ -10,8 +10,6 @@ from html.parser import HTMLParser
 
 import pytest
 
-from ludus.evaluation.stats import Interval, PairedDifference
-from ludus.report.data import verdict
 from ludus.report.svg import downsample, ticks
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path, write_rollouts
 from tiny_run import copy_run, ludus, refused
@@ -137,15 +135,6 @@ def test_a_report_of_metrics_only(tiny_run, tmp_path):
     (run / "metrics.jsonl").write_text("".join(f"{json.dumps(row)}\n" for row in rows))
     assert ludus("report", run).code == 0
     assert "<figcaption>loss</figcaption>" in (run / "report.html").read_text()
-
-
-def test_the_verdict_follows_the_interval():
-    found = PairedDifference(0.042, Interval(0.01, 0.074), 400, 0.01, 30, 13)
-    assert verdict(found) == "B is better by 4.2 [1.0, 7.4] points"
-    worse = replace(found, difference=-0.042, interval=Interval(-0.074, -0.01))
-    assert verdict(worse) == "B is worse by 4.2 [1.0, 7.4] points"
-    unclear = replace(found, interval=Interval(-0.01, 0.074))
-    assert "these tasks show differences above 5 points" in verdict(unclear)
 
 
 def test_a_long_curve_keeps_its_extremes():

@@ -79,6 +79,23 @@ def mean_square(a: dict[str, float], b: dict[str, float]) -> float:
     return (sum((a[task] - b[task]) ** 2 for task in a) + 2) / (len(a) + 4)
 
 
+def verdict(difference: float, interval: Interval, num_tasks: int, least: float) -> str:
+    """Return the result of a comparison as a sentence. `least` is the detectable difference."""
+    if least == 0:
+        return "no difference seen; all runs have the same scores."
+    if 0 in interval:
+        return f"no difference seen; these {num_tasks} tasks show differences above {100 * least:.1f} points."
+    bounds = sorted(abs(100 * bound) for bound in (interval.low, interval.high))
+    better = "B" if difference > 0 else "A"
+    return f"{better} is better by {100 * abs(difference):.1f} points [{bounds[0]:.1f}, {bounds[1]:.1f}]."
+
+
+def paired_verdict(a: Evaluation, b: Evaluation, found: PairedDifference) -> str:
+    """Return the result of `compare` as a sentence."""
+    least = stats.detectable_difference(mean_square(*common_scores(a, b)), found.num_tasks)
+    return verdict(found.difference, found.interval, found.num_tasks, least)
+
+
 def differing_conditions(a: Evaluation, b: Evaluation) -> list[str]:
     """Return a sentence for each difference of the plans other than step and policy."""
     plan_a, plan_b = asdict(a.plan), asdict(b.plan)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from pathlib import Path
 from typing import Final
@@ -20,11 +20,11 @@ from ludus.config.toml import flat_settings
 from ludus.diagnostics.alarms import alarms_by_step
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import UserError
-from ludus.evaluation.comparison import StoredEvaluation, compare, load_stored
+from ludus.evaluation.comparison import StoredEvaluation, compare, load_stored, paired_verdict
 from ludus.evaluation.evaluate import Evaluation
 from ludus.evaluation.probes.report import stored_reports
 from ludus.evaluation.run_findings import Finding, RunData, examine_run
-from ludus.evaluation.stats import Interval, PairedDifference
+from ludus.evaluation.tables import ReportTable, format_rate, format_sampling, format_success
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
 from ludus.training.run.run_dir import Kind, RunFolder, is_running, kind_of, recipe_of
 from ludus.types import ToolStatus
@@ -43,16 +43,6 @@ NUMBERS: Final[dict[str, Callable[[RolloutRecord], float]]] = {
     "tool calls": lambda record: len(record.trajectory.call_outcomes),
 }
 """Numbers of an episode whose distributions are shown."""
-
-
-@dataclass(frozen=True, slots=True)
-class ReportTable:
-    """A table of text, with a note below it."""
-
-    title: str
-    columns: tuple[str, ...]
-    rows: tuple[tuple[str, ...], ...]
-    note: str = ""
 
 
 @dataclass(frozen=True)
@@ -99,9 +89,7 @@ class ReportedRun:
 
 def sampling(result: Evaluation) -> str:
     """Return split, temperature and number of attempts as text."""
-    plan = result.plan
-    how = "greedy" if plan.temperature == 0 else f"temperature {plan.temperature:g}"
-    return f"{plan.split}, {how}" + (f", {plan.samples} attempts" if plan.samples > 1 else "")
+    return f"{result.plan.split}, {format_sampling(result.plan)}"
 
 
 def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
@@ -190,14 +178,6 @@ def _run_state(folder: RunFolder, config: Config, done: int) -> str:
     return f"stopped: {reasons[-1].partition(': ')[2]}" if reasons else ended
 
 
-# Tables
-
-
-def percent(rate: float, interval: Interval) -> str:
-    """Return a rate with its interval in per cent."""
-    return f"{rate:.1%} [{interval.low:.1%}, {interval.high:.1%}]"
-
-
 def _heading(runs: Sequence[ReportedRun]) -> ReportTable:
     rows = []
     for run in runs:
@@ -227,7 +207,7 @@ def _best_and_last(run: ReportedRun) -> tuple[str, str, str]:
     name = min(series, key=rank)
     found = [one.result for one in series[name]]
     best, last = max(found, key=lambda one: one.rate), found[-1]
-    texts = [f"{percent(one.rate, one.interval)}, step {one.plan.step}" for one in (best, last)]
+    texts = [f"{format_success(one)}, step {one.plan.step}" for one in (best, last)]
     return name, texts[0], texts[1]
 
 
@@ -238,21 +218,9 @@ def _evaluation_table(runs: Sequence[ReportedRun]) -> ReportTable:
             k = result.plan.samples
             several = (f"{result.pass_at(k):.1%}", f"{result.pass_hat(k):.1%}") if k > 1 else ("", "")
             row = (run.name, name, sampling(result), result.plan.policy or f"step {result.plan.step}")
-            rows.append((*row, str(len(result.task_ids)), percent(result.rate, result.interval), *several))
+            rows.append((*row, str(len(result.task_ids)), format_success(result), *several))
     columns = ("run", "evaluation", "split and sampling", "weights", "tasks", "pass@1", "pass@k", "pass^k")
     return ReportTable("Evaluations", columns, tuple(rows), "k is the number of attempts; 95 % intervals.")
-
-
-def verdict(found: PairedDifference) -> str:
-    """Describe a paired difference B - A in words."""
-    points, low, high = (100 * value for value in (found.difference, found.interval.low, found.interval.high))
-    if low > 0:
-        return f"B is better by {points:.1f} [{low:.1f}, {high:.1f}] points"
-    if high < 0:
-        return f"B is worse by {-points:.1f} [{-high:.1f}, {-low:.1f}] points"
-    limit = found.detectable
-    seen = "" if limit is None else f"; these tasks show differences above {100 * limit:.0f} points"
-    return f"no difference seen: {points:+.1f} [{low:+.1f}, {high:+.1f}] points{seen}"
 
 
 def _comparison_table(runs: Sequence[ReportedRun]) -> ReportTable:
@@ -262,12 +230,15 @@ def _comparison_table(runs: Sequence[ReportedRun]) -> ReportTable:
         in_a, in_b = a.series(), b.series()
         for name in (name for name in in_a if name in in_b):
             first, second = in_a[name][-1].result, in_b[name][-1].result
+            difference = ""
             try:
-                text = verdict(compare(first, second))
+                found = compare(first, second)
+                difference = format_rate(found.difference, found.interval, "+.1%")
+                text = paired_verdict(first, second, found)
             except UserError as error:
                 text = f"not comparable: {error.message}"
-            rows.append((a.name, b.name, name, f"{first.rate:.1%}", f"{second.rate:.1%}", text))
-    columns = ("A", "B", "split and sampling", "success of A", "success of B", "verdict")
+            rows.append((a.name, b.name, name, f"{first.rate:.1%}", f"{second.rate:.1%}", difference, text))
+    columns = ("A", "B", "split and sampling", "success of A", "success of B", "B - A", "verdict")
     return ReportTable("Comparison", columns, tuple(rows), "Paired by task on the last evaluation of each run.")
 
 
@@ -290,10 +261,8 @@ def _mean_parts(records: Sequence[RolloutRecord]) -> dict[str, float]:
 def probe_tables(runs: Sequence[ReportedRun]) -> Iterator[ReportTable]:
     """Yield the stored reports of `ludus probe`."""
     for run in runs:
-        for name, report in stored_reports(run.folder.probes).items():
-            rows = tuple(tuple(row.values()) for row in report.rows)
-            title = f"{report.title}: {run.name}, {name}"
-            yield ReportTable(title, tuple(report.rows[0]) if rows else (), rows, " ".join(report.notes))
+        for name, table in stored_reports(run.folder.probes).items():
+            yield replace(table, title=f"{table.title}: {run.name}, {name}")
 
 
 def episode_tables(runs: Sequence[ReportedRun]) -> Iterator[ReportTable]:
@@ -333,24 +302,12 @@ def summary_tables(runs: Sequence[ReportedRun]) -> list[ReportTable]:
 
 def to_markdown(runs: Sequence[ReportedRun]) -> str:
     """Return the summary as Markdown."""
-    blocks = ["# " + ", ".join(map(_cell, (run.name for run in runs)))]
-    for table in summary_tables(runs):
-        lines = [table.columns, ("---",) * len(table.columns), *table.rows] if table.rows else []
-        text = "\n".join(f"| {' | '.join(map(_cell, line))} |" for line in lines) or "None."
-        blocks.append(f"## {table.title}\n\n{text}" + (f"\n\n{table.note}" if table.rows and table.note else ""))
-    notes = [f"- {_cell(run.name)}: {text}" for run in runs for text in run.missing]
+    notes = [f"- {run.name}: {text}" for run in runs for text in run.missing]
+    blocks = ["# " + ", ".join(run.name for run in runs), *(table.to_markdown() for table in summary_tables(runs))]
     return "\n\n".join([*blocks, *(["\n".join(notes)] if notes else [])]) + "\n"
-
-
-def _cell(text: str) -> str:
-    safe = text.replace("&", "&amp;").replace("<", "&lt;").replace("|", "\\|").replace("\n", " ")
-    return safe if set(text) == {"-"} else safe.replace("[", "\\[").replace("`", "\\`")
 
 
 def to_json(runs: Sequence[ReportedRun]) -> str:
     """Return the summary as JSON: a list of objects per table, and the missing parts by run."""
-    data: dict[str, object] = {
-        table.title.lower().replace(" ", "_"): [dict(zip(table.columns, row, strict=True)) for row in table.rows]
-        for table in summary_tables(runs)
-    }
+    data: dict[str, object] = {one.title.lower().replace(" ", "_"): one.records for one in summary_tables(runs)}
     return json.dumps(data | {"missing": {run.name: run.missing for run in runs}}, indent=1) + "\n"

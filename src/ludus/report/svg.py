@@ -1,15 +1,14 @@
-"""Charts as inline SVG: curves with bands and marks, points with intervals, and histograms."""
+"""Charts of a report, drawn as SVG by `report.html`: curves with bands and marks, and histograms."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from html import escape
 from typing import Final
 
-WIDTH, HEIGHT = 360, 190
-_LEFT, _RIGHT, _TOP, _BOTTOM = 46, 8, 8, 22
+BOX: Final = {"width": 360, "height": 190, "left": 46, "right": 352, "top": 8, "bottom": 168}
+"""Size of a chart, and the edges of its plot."""
 POINTS: Final = 600
 """Maximum number of points of a curve."""
 COLOURS: Final = 7
@@ -18,15 +17,24 @@ COLOURS: Final = 7
 Points = Sequence[tuple[float, float]]
 
 
+def style(number: int) -> str:
+    """Return the class of a colour, with dashes after the last colour."""
+    return f"c{number % COLOURS}" + (" dashed" if number >= COLOURS else "")
+
+
 @dataclass(frozen=True)
 class Drawn:
-    """A curve: its number in the legend, its points, thin single runs, and the band and bars of intervals."""
+    """A curve: its number in the legend, its points, thin single runs, the outline of a band, and bars of intervals."""
 
     number: int
     points: Points
     single: Sequence[Points] = ()
-    band: Sequence[tuple[float, float, float]] = ()
-    bars: Sequence[tuple[float, float, float]] = field(default=())
+    band: Points = ()
+    bars: Sequence[tuple[float, float, float]] = ()
+
+    @property
+    def style(self) -> str:
+        return style(self.number)
 
 
 def downsample(points: Points, most: int = POINTS) -> list[tuple[float, float]]:
@@ -37,8 +45,7 @@ def downsample(points: Points, most: int = POINTS) -> list[tuple[float, float]]:
     found: list[tuple[float, float]] = []
     for start in range(0, len(points), size):
         bucket = points[start : start + size]
-        ends = {min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])}
-        found += sorted(ends)
+        found += sorted({min(bucket, key=lambda p: p[1]), max(bucket, key=lambda p: p[1])})
     return found
 
 
@@ -61,87 +68,56 @@ class Axes:
     y: tuple[float, float]
 
     @classmethod
-    def of(cls, points: Points, zero: bool = False) -> Axes:
+    def of(cls, points: Points) -> Axes:
         """Return axes that contain all points, with a margin above and below."""
-        xs, ys = [x for x, _ in points], [y for _, y in points]
-        low, high = min([*ys, 0.0] if zero else ys), max(ys)
+        xs, ys = zip(*points, strict=True)
+        left, right, low, high = min(xs), max(xs), min(ys), max(ys)
         gap = 0.05 * (high - low) or 0.1 * abs(high) or 1.0
-        x0, x1 = min(xs), max(xs)
-        return cls((x0, x1) if x0 < x1 else (x0 - 1, x1 + 1), (low if zero else low - gap, high + gap))
+        return cls((left, right) if left < right else (left - 1, right + 1), (low - gap, high + gap))
 
     def at(self, x: float, y: float) -> tuple[float, float]:
         """Return the coordinates of a point."""
         across = (x - self.x[0]) / (self.x[1] - self.x[0])
         up = (y - self.y[0]) / (self.y[1] - self.y[0])
-        return _LEFT + across * (WIDTH - _LEFT - _RIGHT), HEIGHT - _BOTTOM - up * (HEIGHT - _TOP - _BOTTOM)
+        return BOX["left"] + across * (BOX["right"] - BOX["left"]), BOX["bottom"] - up * (BOX["bottom"] - BOX["top"])
 
     def path(self, points: Points) -> str:
         """Return the points as the attribute of a polyline."""
         return " ".join(f"{x:.1f},{y:.1f}" for x, y in (self.at(*point) for point in points))
 
-    def frame(self, alarms: Mapping[str, Sequence[int]]) -> str:
-        """Return grid, labels and the marks of alarms by name."""
-        parts = []
-        for value in ticks(*self.y, most=4):
-            y = self.at(self.x[0], value)[1]
-            parts.append(f'<path class="grid" d="M{_LEFT} {y:.1f}H{WIDTH - _RIGHT}"/>')
-            parts.append(f'<text x="{_LEFT - 4}" y="{y + 4:.1f}" text-anchor="end">{value:.4g}</text>')
-        for value in ticks(*self.x):
-            x = self.at(value, self.y[0])[0]
-            if value == int(value):
-                anchor = "end" if x > WIDTH - 20 else "middle"
-                parts.append(f'<text x="{x:.1f}" y="{HEIGHT - 6}" text-anchor="{anchor}">{value:.0f}</text>')
-        for name, steps in alarms.items():
-            for x, y in (self.at(step, self.y[0]) for step in steps if self.x[0] <= step <= self.x[1]):
-                mark = f"M{x:.1f} {y - 9:.1f}l5 9h-10z"
-                parts.append(f'<path class="alarm" d="{mark}"><title>{escape(name)}</title></path>')
-        return "".join(parts)
+    @property
+    def marks_x(self) -> list[float]:
+        return [value for value in ticks(*self.x) if value == int(value)]
 
     @property
-    def data(self) -> str:
-        """Attributes with which the script converts coordinates back."""
-        ranges = f"{self.x[0]:g} {self.x[1]:g} {self.y[0]:.9g} {self.y[1]:.9g}"
-        return f'data-range="{ranges}" data-box="{_LEFT} {WIDTH - _RIGHT} {_TOP} {HEIGHT - _BOTTOM}"'
+    def marks_y(self) -> list[float]:
+        return ticks(*self.y, most=4)
+
+    @property
+    def range(self) -> str:
+        """The ranges with which the script converts coordinates back."""
+        return f"{self.x[0]:g} {self.x[1]:g} {self.y[0]:.9g} {self.y[1]:.9g}"
 
 
-def style(number: int) -> str:
-    """Return the class of a colour, with dashes after the last colour."""
-    return f"c{number % COLOURS}" + (" dashed" if number >= COLOURS else "")
+@dataclass(frozen=True)
+class Chart:
+    """A figure with curves by step and the steps of alarms by name, or with columns: class, left, right and height."""
+
+    title: str
+    axes: Axes
+    curves: Sequence[Drawn] = ()
+    alarms: Mapping[str, Sequence[int]] = field(default_factory=dict)
+    columns: Sequence[tuple[str, float, float, float]] = ()
 
 
-def line_chart(title: str, curves: Sequence[Drawn], alarms: Mapping[str, Sequence[int]] = {}) -> str:
-    """Return a figure with curves by step; points that are not finite are left out."""
-    everything = [p for one in curves for p in [*one.points, *(q for single in one.single for q in single)]]
-    everything += [(x, y) for one in curves for x, *ends in [*one.band, *one.bars] for y in ends]
-    finite = [p for p in everything if all(map(math.isfinite, p))]
-    if not finite:
-        return ""
-    axes, parts = Axes.of(finite), []
-    for one in curves:
-        colour = style(one.number)
-        thin = (axes.path(_finite(points)) for points in one.single)
-        parts += [f'<polyline class="thin {colour}" points="{path}"/>' for path in thin]
-        if one.band:
-            upper = [(x, high) for x, _, high in one.band]
-            lower = [(x, low) for x, low, _ in reversed(one.band)]
-            parts.append(f'<polygon class="band {colour}" points="{axes.path([*upper, *lower])}"/>')
-        points = _finite(one.points)
-        parts.append(f'<polyline class="line {colour}" data-run="{one.number}" points="{axes.path(points)}"/>')
-        for x, low, high in one.bars:
-            (across, bottom), (_, top) = axes.at(x, low), axes.at(x, high)
-            path = f"M{across + 2 * one.number:.1f} {bottom:.1f}V{top:.1f}"
-            parts.append(f'<path class="bar {colour}" d="{path}"/>')
-        if len(points) == 1 or one.bars:
-            circles = (axes.at(*point) for point in points)
-            parts += [f'<circle class="{colour}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>' for x, y in circles]
-    return _figure(title, axes, axes.frame(alarms) + "".join(parts))
+def line_chart(title: str, curves: Sequence[Drawn], alarms: Mapping[str, Sequence[int]] = {}) -> Chart | None:
+    """Return a figure with curves by step; None without a point."""
+    points = [p for one in curves for part in (one.points, one.band, *one.single) for p in part]
+    points += [(x, end) for one in curves for x, *ends in one.bars for end in ends]
+    return Chart(title, Axes.of(points), curves, alarms) if points else None
 
 
-def _finite(points: Points) -> list[tuple[float, float]]:
-    return [point for point in points if math.isfinite(point[1])]
-
-
-def histogram(title: str, first: Sequence[float], last: Sequence[float], number: int, bins: int = 20) -> str:
+def histogram(title: str, first: Sequence[float], last: Sequence[float], number: int, bins: int = 20) -> Chart:
     """Return a figure with the distributions of the first steps (filled grey) and the last steps (outlined)."""
     values = [*first, *last]
     low, high = min(values), max(values)
@@ -149,24 +125,12 @@ def histogram(title: str, first: Sequence[float], last: Sequence[float], number:
     width = 1.0 if whole else (high - low) / bins or 1.0
     count = int(high - low) + 1 if whole else bins
     low -= 0.5 * whole
-
-    def heights(given: Sequence[float]) -> list[float]:
+    columns: list[tuple[str, float, float, float]] = []
+    for name, given in (("before", first), (f"after {style(number)}", last)):
         found = [0] * count
         for value in given:
             found[min(count - 1, int((value - low) / width))] += 1
-        return [n / max(1, len(given)) for n in found]
-
-    columns = heights(first), heights(last)
-    axes = Axes((low, low + count * width), (0.0, 1.05 * max(map(max, columns))))
-    parts = []
-    for name, shares in zip(("before", f"after {style(number)}"), columns, strict=True):
-        for i, share in enumerate(shares):
-            (x, y), (right, bottom) = axes.at(low + i * width, share), axes.at(low + (i + 1) * width, 0.0)
-            size = f'width="{right - x - 1:.1f}" height="{bottom - y:.1f}"'
-            parts.append(f'<rect class="{name}" x="{x:.1f}" y="{y:.1f}" {size}/>' if share else "")
-    return _figure(title, axes, axes.frame({}) + "".join(parts))
-
-
-def _figure(title: str, axes: Axes, content: str) -> str:
-    attributes = f'viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{escape(title)}" {axes.data}'
-    return f"<figure><figcaption>{escape(title)}</figcaption><svg {attributes}>{content}</svg></figure>"
+        shares = [(low + i * width, low + (i + 1) * width, num / max(1, len(given))) for i, num in enumerate(found)]
+        columns += [(name, *one) for one in shares]
+    axes = Axes((low, low + count * width), (0.0, 1.05 * max(share for *_, share in columns)))
+    return Chart(title, axes, columns=columns)

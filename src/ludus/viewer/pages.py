@@ -7,7 +7,6 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from contextlib import nullcontext
-from dataclasses import asdict
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -170,7 +169,8 @@ class RunPages:
 
     def probes(self) -> list[Row]:
         """Return the stored reports of `ludus probe`, with rows of texts."""
-        return [{"name": name, **asdict(one)} for name, one in stored_reports(self.folder.probes).items()]
+        found = stored_reports(self.folder.probes).items()
+        return [{"name": name, "title": one.title, "rows": one.records, "note": one.note} for name, one in found]
 
     def labels(self) -> dict[tuple[object, ...], Row]:
         """Return the last label of each labelled rollout."""

@@ -13,7 +13,7 @@ from rich.console import Console
 
 from ludus.cli.arguments import raise_first
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
-from ludus.cli.ui.tables import DETECTED, format_sampling
+from ludus.cli.ui.tables import DETECTED
 from ludus.cli.ui.terminal import make_console, print_line, print_text
 from ludus.diagnostics.trackers import MetricsRow, read_metrics
 from ludus.errors import UserError
@@ -30,17 +30,13 @@ from ludus.evaluation.comparison import (
     load_stored,
     mean_square,
     newest_evaluations,
+    paired_verdict,
     time_to_target,
+    verdict,
 )
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan
-from ludus.evaluation.stats import (
-    Interval,
-    PairedDifference,
-    SeedsDifference,
-    detectable_difference,
-    seeds_difference,
-    tasks_needed,
-)
+from ludus.evaluation.stats import PairedDifference, SeedsDifference, seeds_difference, tasks_needed
+from ludus.evaluation.tables import format_rate, format_sampling
 from ludus.training.run.run_dir import RunFolder
 
 
@@ -88,8 +84,7 @@ def _print_comparison(pairs: Sequence[Pair], args: argparse.Namespace) -> None:
             print_text(console, f"detectable: the smallest difference over these tasks that {DETECTED}.")
         for (a, b), found in zip(pairs, differences, strict=True):
             square = mean_square(*common_scores(a.result, b.result))
-            least = detectable_difference(square, found.num_tasks)
-            print_text(console, f"{a.name}: {verdict(found.difference, found.interval, found.num_tasks, least)}")
+            print_text(console, f"{a.name}: {paired_verdict(a.result, b.result, found)}")
             if args.power is not None:
                 print_text(console, _power_text(args.power, square))
     for a, b in pairs:
@@ -98,17 +93,6 @@ def _print_comparison(pairs: Sequence[Pair], args: argparse.Namespace) -> None:
             print_text(console, f"note: {a.name} and {b.name} have {sizes}; those of both are compared", "yellow")
     for text in dict.fromkeys(text for pair in pairs for text in differing_conditions(pair[0].result, pair[1].result)):
         print_text(console, f"note: {text}", "yellow")
-
-
-def verdict(difference: float, interval: Interval, num_tasks: int, least: float) -> str:
-    """Return the result of a comparison as a sentence. `least` is the detectable difference."""
-    if least == 0:
-        return "no difference seen; all runs have the same scores."
-    if 0 in interval:
-        return f"no difference seen; these {num_tasks} tasks show differences above {100 * least:.1f} points."
-    bounds = sorted(abs(100 * bound) for bound in (interval.low, interval.high))
-    better = "B" if difference > 0 else "A"
-    return f"{better} is better by {100 * abs(difference):.1f} points [{bounds[0]:.1f}, {bounds[1]:.1f}]."
 
 
 def _power_text(difference: float, square: float) -> str:
@@ -154,11 +138,10 @@ def _comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDiffere
     columns = ("split", "sampling", TableColumn("tasks", 2), "A", "B", "B - A", *details, TableColumn("p (McNemar)", 1))
     rows = []
     for (a, b), found in zip(pairs, differences, strict=True):
-        low, high = found.interval.low, found.interval.high
         plan = a.result.plan
         rates = [f"{sum(scores.values()) / len(scores):.1%}" for scores in common_scores(a.result, b.result)]
         row = (plan.split, format_sampling(plan), found.num_tasks, *rates)
-        difference = f"{found.difference:+.1%} [{low:+.1%}, {high:+.1%}]"
+        difference = format_rate(found.difference, found.interval, "+.1%")
         detectable = None if found.detectable is None else f"{found.detectable:.1%}"
         p_value = None if found.p_value is None else f"{found.p_value:.3g}"
         rows.append((*row, difference, detectable, found.only_b, found.only_a, p_value))
@@ -236,7 +219,7 @@ def _seeds_table(rows: Sequence[SeedsRow]) -> FittedTable:
     cells = []
     for plan, found, rates, _ in rows:
         runs = f"{found.num_seeds[1]} / {found.num_seeds[0]}"
-        difference = f"{found.difference:+.1%} [{found.interval.low:+.1%}, {found.interval.high:+.1%}]"
+        difference = format_rate(found.difference, found.interval, "+.1%")
         numbers = (*(f"{rate:.1%}" for rate in rates), difference)
         components = (f"{found.error_tasks:.1%}", f"{found.error_seeds:.1%}")
         cells.append((plan.split, format_sampling(plan), found.num_tasks, runs, *numbers, *components))
@@ -265,14 +248,10 @@ def print_boundary(console: Console, pairs: Sequence[Pair]) -> None:
 
 
 def _boundary_table(points: Sequence[BoundaryPoint], title: str) -> FittedTable:
-    def cell(rate: float, interval: Interval, sign: str = "") -> str:
-        bounds = ", ".join(f"{bound:{sign}.1%}" for bound in (interval.low, interval.high))
-        return f"{rate:{sign}.1%} [{bounds}]"
-
     rows = []
     for one in points:
-        rates = (cell(one.base, one.base_interval), cell(one.trained, one.trained_interval))
-        rows.append((one.k, *rates, cell(one.trained - one.base, one.difference, "+")))
+        rates = (format_rate(one.base, one.base_interval), format_rate(one.trained, one.trained_interval))
+        rows.append((one.k, *rates, format_rate(one.trained - one.base, one.difference, "+.1%")))
     return make_table(("k", "A", "B", "B - A"), rows, title)
 
 

@@ -14,7 +14,7 @@ from rich.console import Console
 
 from ludus.cli.arguments import model_settings, policy_config, raise_first, recipe_config
 from ludus.cli.ui.fitted_table import write_result_files
-from ludus.cli.ui.tables import evaluation_tables, format_sampling, format_temperature, print_evaluations
+from ludus.cli.ui.tables import evaluation_tables, print_evaluations
 from ludus.cli.ui.terminal import announce, bars, load_libraries, make_console, print_line, print_text
 from ludus.config.paths import check_model_folder
 from ludus.config.schema import Config
@@ -34,6 +34,7 @@ from ludus.evaluation.evaluate import (
     save_or_compare,
     short_split,
 )
+from ludus.evaluation.tables import format_sampling, format_temperature
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.openai_client import OpenAIClient, OpenAIClientSettings, TokenUsage, endpoint_chat_factory
 from ludus.rollouts.reward_executor import ProcessRewardExecutor

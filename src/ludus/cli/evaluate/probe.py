@@ -204,7 +204,7 @@ def report_table(report: ProbeReport) -> FittedTable:
 
 def write_report(report: ProbeReport, as_json: Path | None, as_markdown: Path | None) -> None:
     """Write the report to files. Raises StorageError if one cannot be written."""
-    texts = {as_json: json.dumps(report.to_json(), indent=1) + "\n", as_markdown: report.to_markdown()}
+    texts = {as_json: json.dumps(report.to_json(), indent=1) + "\n", as_markdown: report.table.to_markdown() + "\n"}
     for path, text in ((path, text) for path, text in texts.items() if path is not None):
         try:
             path.write_text(text, "utf-8")

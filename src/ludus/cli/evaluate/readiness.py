@@ -18,7 +18,6 @@ from rich.console import Console
 from ludus.cli.arguments import check_run, is_recipe, model_settings, recipe_config
 from ludus.cli.evaluate.eval import EvalBackend, make_backend
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
-from ludus.cli.ui.tables import format_success
 from ludus.cli.ui.terminal import announce, bars, make_console, print_line, print_text
 from ludus.config.load import load_config
 from ludus.config.paths import check_model_folder
@@ -39,6 +38,7 @@ from ludus.evaluation.readiness import (
     suggested_settings,
 )
 from ludus.evaluation.stats import Interval, paired_difference
+from ludus.evaluation.tables import format_success
 from ludus.recipes import list_recipes
 from ludus.rewards.base import success
 from ludus.rollouts.ledger import RolloutKey

@@ -10,7 +10,6 @@ from typing import NamedTuple
 
 from ludus.cli.arguments import run_config
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table, write_result_files
-from ludus.cli.ui.tables import format_rate, format_success
 from ludus.cli.ui.terminal import announce, load_libraries, make_console, print_text
 from ludus.config.schema import Config
 from ludus.envs.base import World
@@ -29,6 +28,7 @@ from ludus.evaluation.analysis.contamination import (
 from ludus.evaluation.comparison import newest_evaluations
 from ludus.evaluation.evaluate import Evaluation, check_split
 from ludus.evaluation.stats import rates_difference
+from ludus.evaluation.tables import format_rate, format_success
 from ludus.rollouts.rollout_files import read_rollouts
 from ludus.training.run.run_dir import RunFolder, kind_of
 from ludus.types import Task

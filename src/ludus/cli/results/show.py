@@ -14,7 +14,6 @@ from ludus.cli.arguments import run_config
 from ludus.cli.ui import run_summary as summary
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.run_summary import curve_table, find_curves, mean_timings, sparkline
-from ludus.cli.ui.tables import format_sampling, format_success
 from ludus.cli.ui.terminal import load_libraries, make_console, print_line, print_text
 from ludus.cli.ui.transcripts import print_record
 from ludus.config.schema import Config
@@ -22,6 +21,7 @@ from ludus.diagnostics.trackers import METRICS_FILE, MetricsRow, read_metrics
 from ludus.envs.registry import build_world
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import load_evaluation
+from ludus.evaluation.tables import format_sampling, format_success
 from ludus.rewards.base import success
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts, rollouts_path
 from ludus.training.run.run_dir import RunFolder

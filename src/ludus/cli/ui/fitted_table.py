@@ -14,6 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ludus.errors import UserError
+from ludus.evaluation.tables import markdown_rows
 
 _TEXT_COLUMNS = 22
 """Minimum width of a column of text."""
@@ -73,10 +74,8 @@ class FittedTable:
 
     def to_markdown(self) -> str:
         """Return the whole table as Markdown, with its title as a paragraph above it."""
-        rows = [[column.name for column in self.columns], ["---"] * len(self.columns), *self.rows]
-        cells = ([re.sub(r"([\\|`*_<\[])", r"\\\1", cell).replace("\n", " ") for cell in row] for row in rows)
-        title = [self.title, ""] if self.title else []
-        return "\n".join([*title, *(f"| {' | '.join(row)} |" for row in cells), ""])
+        title = f"{self.title}\n\n" if self.title else ""
+        return f"{title}{markdown_rows([column.name for column in self.columns], self.rows)}\n"
 
     def _layout(self, available: int) -> tuple[list[int], list[int] | None]:
         """Return the visible columns and their widths; None for the widths if rows are printed as blocks."""

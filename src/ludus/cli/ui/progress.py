@@ -13,7 +13,6 @@ from rich.console import Console
 from rich.progress import Progress
 
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
-from ludus.cli.ui.tables import format_sampling, format_success
 from ludus.cli.ui.terminal import PhaseBar, announce, bars, make_console, print_line, print_text
 from ludus.cli.ui.transcripts import print_transcript
 from ludus.cluster.control import controlled
@@ -23,6 +22,7 @@ from ludus.config.schema import Config
 from ludus.engines.base import Engine, EngineStats
 from ludus.errors import ConfigError
 from ludus.evaluation.evaluate import Evaluation
+from ludus.evaluation.tables import format_sampling, format_success
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
 from ludus.rollouts.scheduler import Episode
 from ludus.training.datasets.token_limits import sft_warnings

@@ -9,35 +9,14 @@ from rich.console import Console
 
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import print_text
-from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, SubsetResult, powers_of_two
-from ludus.evaluation.stats import Interval
+from ludus.evaluation.evaluate import Evaluation, powers_of_two
+from ludus.evaluation.tables import format_rate, format_sampling, format_success
 
 DETECTED = "is detected with a power of 80 % at the 5 % level"
 """Explanation of the column `detectable`, as the end of a sentence."""
 SUCCESS_TITLE = "Held-out success, with 95 % intervals"
 MAX_VALUES = 30
 """Maximum number of values of a tag in a table; files contain all."""
-
-
-def format_temperature(temperature: float) -> str:
-    """Describe a temperature."""
-    return "greedy" if temperature == 0 else f"temperature {temperature:g}"
-
-
-def format_sampling(plan: EvaluationPlan) -> str:
-    """Describe the temperature and, if above 1, the number of attempts."""
-    how = format_temperature(plan.temperature)
-    return how if plan.samples == 1 else f"{how}, {plan.samples} attempts"
-
-
-def format_success(result: Evaluation | SubsetResult) -> str:
-    """Format a success rate with its interval in per cent."""
-    return format_rate(result.rate, result.interval)
-
-
-def format_rate(rate: float, interval: Interval) -> str:
-    """Format a rate with its interval in per cent."""
-    return f"{rate:.1%} [{interval.low:.1%}, {interval.high:.1%}]"
 
 
 def print_evaluations(console: Console, results: Sequence[Evaluation], outcomes: Sequence[str]) -> None:

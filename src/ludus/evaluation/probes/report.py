@@ -11,6 +11,7 @@ from pathlib import Path
 from ludus.errors import UserError
 from ludus.evaluation import stats
 from ludus.evaluation.stats import Interval
+from ludus.evaluation.tables import ReportTable, format_rate
 from ludus.types import JSON
 
 Scores = Mapping[str, float]
@@ -28,8 +29,7 @@ class Measured:
 
     def __str__(self) -> str:
         form = f"{'+' if self.signed else ''}{'.1%' if self.percent else '.3f'}"
-        low, high = (format(bound, form) for bound in (self.interval.low, self.interval.high))
-        return f"{format(self.value, form)} [{low}, {high}]"
+        return format_rate(self.value, self.interval, form)
 
     def to_json(self) -> JSON:
         return {"value": self.value, "low": self.interval.low, "high": self.interval.high, "text": str(self)}
@@ -55,29 +55,20 @@ class ProbeReport:
         ]
         return {"kind": self.kind, "title": self.title, "rows": rows, "notes": list(self.notes)}
 
-    def to_markdown(self) -> str:
-        names = list(self.rows[0])
-        cells = [["" if cell is None else str(cell).replace("|", "\\|") for cell in row.values()] for row in self.rows]
-        lines = ["| " + " | ".join(one).replace("\n", " ") + " |" for one in (names, ["---"] * len(names), *cells)]
-        return "\n".join([f"# {self.title}", "", *lines, "", *(f"{note}\n" for note in self.notes)])
+    @property
+    def table(self) -> ReportTable:
+        """The report as text."""
+        rows = [["" if cell is None else str(cell) for cell in row.values()] for row in self.rows]
+        return ReportTable(self.title, list(self.rows[0]), rows, "\n\n".join(self.notes))
 
 
-@dataclass(frozen=True)
-class StoredReport:
-    """A report that `ludus probe --run` has stored, with the cells as text."""
-
-    title: str
-    rows: Sequence[Mapping[str, str]]
-    notes: Sequence[str]
-
-
-def stored_reports(folder: Path) -> dict[str, StoredReport]:
-    """Return the stored reports of a folder by name."""
+def stored_reports(folder: Path) -> dict[str, ReportTable]:
+    """Return the reports that `ludus probe --run` has stored in a folder, as text by name."""
     found = {}
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text("utf-8"))
-        rows = [{name: _text(cell) for name, cell in row.items()} for row in data["rows"]]
-        found[path.stem] = StoredReport(data["title"], rows, data["notes"])
+        rows = [[_text(cell) for cell in row.values()] for row in data["rows"]]
+        found[path.stem] = ReportTable(data["title"], list(data["rows"][0]), rows, "\n\n".join(data["notes"]))
     return found
 
 

@@ -184,7 +184,7 @@ function Probes() {
   return data.map((one) => html`<h2>${one.title}</h2><p class="dim">${one.name}</p>
     <div class="scroll"><table><thead><tr>${Object.keys(one.rows[0] || {}).map((name) => html`<th>${name}</th>`)}</tr></thead>
     <tbody>${one.rows.map((row) => html`<tr>${Object.entries(row).map(([name, text]) => html`<td>${cell(name, text)}</td>`)}</tr>`)}</tbody></table></div>
-    ${one.notes.map((note) => html`<p>${note}</p>`)}`);
+    ${one.note.split("\n\n").map((note) => html`<p>${note}</p>`)}`);
 }
 
 const random = () => load("/api/unlabelled").then((found) => go(found.id === null ? "/labels" : `/rollout/${found.id}`, found.id === null ? "" : "blind=1"), () => go("/labels"));
