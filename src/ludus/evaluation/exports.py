@@ -11,6 +11,7 @@ import json
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
+from importlib import resources
 from itertools import chain, islice
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -181,46 +182,6 @@ def _result(score: str, by_task: Mapping[str, Sequence[float]]) -> Fields:
     return {"name": score, "scorer": score, "scored_samples": len(values), "metrics": {"mean": mean}}
 
 
-_CARD = """---
-configs:
-- config_name: default
-  data_files: data/train.jsonl
-dataset_info:
-  features:
-  - {name: task_id, dtype: string}
-  - {name: step, dtype: int64}
-  - {name: group, dtype: string}
-  - {name: sample, dtype: int64}
-  - name: messages
-    list:
-    - {name: role, dtype: string}
-    - {name: content, dtype: string}
-    - {name: reasoning_content, dtype: string}
-    - {name: name, dtype: string}
-    - {name: tool_call_id, dtype: string}
-    - name: tool_calls
-      list:
-      - {name: id, dtype: string}
-      - {name: type, dtype: string}
-      - name: function
-        struct:
-        - {name: name, dtype: string}
-        - {name: arguments, dtype: string}
-  - {name: reward, dtype: float64}
-  - name: rewards
-    list:
-    - {name: name, dtype: string}
-    - {name: value, dtype: float64}
-  - {name: success, dtype: bool}
-  - {name: stop_reason, dtype: string}
-  - {name: advantage, dtype: float64}
-  - {name: outcome, dtype: string}
----
-
-# Rollouts
-
-Each row is one rollout, exported by `ludus export`.
-"""
 _MESSAGE_KEYS = ("role", "content", "reasoning_content", "name", "tool_call_id", "tool_calls")
 
 
@@ -228,7 +189,7 @@ def write_hf_dataset(folder: Path, records: Iterable[ScoredRecord]) -> int:
     """Write a folder for `datasets.load_dataset`; return the number of rollouts. Raises StorageError."""
     written = _write_lines(folder / "data" / "train.jsonl", map(dataset_row, records))
     with replaced_file(folder / "README.md") as file:
-        file.write(_CARD.encode())
+        file.write(resources.files(__package__).joinpath("dataset_card.md").read_bytes())
     return written
 
 

@@ -22,35 +22,14 @@ from ludus.evaluation.stats import Interval, bootstrap_mean, clustered_interval,
 from ludus.rewards.exact_match import normalise
 from ludus.types import Message, MessageToolCall, ToolStatus, Trajectory
 
-MEASURES: Mapping[str, str] = {
-    "success": "share of solved episodes",
-    "calls": "tool calls per episode",
-    "wasted_calls": "share of calls that are repeated or unused",
-    "repeated_calls": "share of calls with the tool, arguments and result of an earlier call",
-    "unused_results": "share of results of which no new word occurs in a later turn",
-    "lucky_guesses": "share of successes whose answer occurs in no result and not in the prompt",
-    "self_correction": "share of tool errors followed by a changed call that succeeds",
-    "call_position": "mean place of the calls in the episode: 0 first turn, 1 last turn",
-    "composed_calls": "share of calls after the first with a word that an earlier result introduced",
-    "composed_tools": "the same, with a result of another tool",
-    "reflection_words": "words of reflection per 1,000 words",
-    "response_words": "words of reasoning and answers per episode",
-    "response_tokens": "sampled tokens per episode",
-    "diversity": "distinct tool sequences of a task less 1, per attempt less 1",
-}
+_DATA = tomllib.loads(resources.files(__package__).joinpath("behavior.toml").read_text("utf-8"))
+MEASURES: Mapping[str, str] = _DATA["measures"]
 """Measures and what they count."""
-AMOUNTS = ("calls", "reflection_words", "response_words", "response_tokens")
+AMOUNTS: Sequence[str] = _DATA["amounts"]
 """Measures that are not shares in [0, 1]."""
-
-
-def _read() -> tuple[Sequence[str], frozenset[str], re.Pattern[str]]:
-    """Return the word lists of the data file, the last one as a pattern."""
-    data = tomllib.loads(resources.files(__package__).joinpath("behavior.toml").read_text("utf-8"))
-    phrases = "|".join(map(re.escape, data["reflection"]))
-    return data["retrieval_tools"], frozenset(data["function_words"]), re.compile(rf"\b(?:{phrases})\b", re.IGNORECASE)
-
-
-RETRIEVAL_TOOLS, _FUNCTION_WORDS, _REFLECTION = _read()
+RETRIEVAL_TOOLS: Sequence[str] = _DATA["retrieval_tools"]
+_FUNCTION_WORDS = frozenset(_DATA["function_words"])
+_REFLECTION = re.compile(rf"\b(?:{'|'.join(map(re.escape, _DATA['reflection']))})\b", re.IGNORECASE)
 _WORD = re.compile(r"\w+")
 
 
