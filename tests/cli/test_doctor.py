@@ -99,9 +99,9 @@ def test_the_report_before_training_is_complete_and_sets_the_exit_code(before_tr
     assert sum(report["pass_rates"].values()) == len(report["tasks"]) == 6
     assert report["success"] == pytest.approx(sum(report["tasks"].values()) / 24)
     assert [one["group_size"] for one in report["usable_groups"]] == [2, 4, 8, 16, 32]
-    assert report["lengths"]["prompt"]["p50"] > 0
+    assert report["episodes"]["lengths"]["prompt"]["p50"] > 0
     assert report["step"]["episodes"] == 9
-    assert report["step"]["sampling_s"] == pytest.approx(report["speed"]["seconds"] * 9 / 24)
+    assert report["step"]["sampling_s"] == pytest.approx(report["episodes"]["seconds"] * 9 / 24)
     assert code == (report["verdict"]["answer"] != "RL can start")
     ways = {one["name"]: one for one in report["alternatives"]}
     assert ways["prompt as is"]["cost"] == 0
@@ -129,7 +129,7 @@ def test_the_report_is_printed_for_a_world_file_and_a_run(tiny_run):
 def test_an_endpoint_is_sampled_with_the_model_that_it_serves(served):
     said = ludus("doctor", "guess", "--model", served.url + "/v1", "--tasks", "2", "--attempts", "2", "--json")
     report = json.loads(said.out)
-    assert report["lengths"]["prompt"] is None
+    assert report["episodes"]["lengths"]["prompt"] is None
     assert "--model must name the weights of policy" in report["command_note"]
 
 

@@ -106,15 +106,17 @@ def test_readiness_verdict_has_expected_answer_and_reason(successes, changed, an
 
 def test_all_dead_tools_are_named():
     found = examined([1, 2] * 5, statuses=(ToolStatus.RAISED, ToolStatus.OK, ToolStatus.TIMED_OUT))
-    assert found.tools.dead == {"tool0": 40, "tool2": 40}
+    assert found.episodes.dead == {"tool0": 40, "tool2": 40}
     assert found.verdict.reason == "No call of these tools works: tool0 (40 calls), tool2 (40 calls)."
 
 
 def test_lengths_speed_and_pass_rates_match_hand_computed_values():
     found = examined([0, 1, 2, 3, 4], stop=StopReason.TRUNCATED)
-    assert (found.lengths.prompt.p50, found.lengths.response.p95, found.lengths.total.maximum) == (10, 5, 18)
-    assert found.lengths.stopped == {StopReason.TRUNCATED: 1.0}
-    assert (found.speed.sampled, found.speed.tokens, found.speed.hours(2000)) == (5, 18, 1.0)
+    one = found.episodes
+    lengths = one.lengths
+    assert (lengths["prompt"]["p50"], lengths["response"]["p95"], lengths["total"]["maximum"]) == (10, 5, 18)
+    assert one.stopped == {StopReason.TRUNCATED: 1.0}
+    assert (one.sampled, one.tokens, one.hours(2000)) == (5, 18, 1.0)
     assert found.pass_rates == {"0 %": 1, "1 to 49 %": 1, "50 to 99 %": 2, "100 %": 1}
 
 

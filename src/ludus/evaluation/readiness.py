@@ -10,7 +10,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from statistics import fmean
 from typing import Final, Literal
 
 import numpy as np
@@ -19,7 +20,7 @@ from numpy.typing import NDArray
 from ludus.config.schema import Config
 from ludus.evaluation.evaluate import Evaluation
 from ludus.evaluation.stats import Interval, bootstrap_mean, constant_interval, pass_hat_k
-from ludus.types import StopReason, ToolStatus, Trajectory
+from ludus.types import Failure, StopReason, ToolStatus, Trajectory
 
 GROUP_SIZES: Final = (2, 4, 8, 16, 32)
 MIN_USABLE: Final = 0.2
@@ -130,42 +131,32 @@ def suggested_group_size(shares: Sequence[UsableShare]) -> UsableShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Spread:
-    """Median, 95th percentile and maximum."""
+class SampledEpisodes:
+    """Statistics of `num` episodes that took `seconds`.
 
-    p50: float
-    p95: float
-    maximum: float
+    `lengths` has the median (`p50`), the 95th percentile and the maximum of each kind, and `sampled` and `tokens` the
+    mean sampled and total tokens; None if the engine reports no tokens. `stopped` is the share cut by each limit, and
+    `answered` that of episodes with an answer; episodes that failed in the infrastructure do not count for lengths and
+    limits. `errors`, `unknown` and `unparsed` are shares of the tool calls. `dead` has the calls of each tool, 3 or
+    more, of which none worked.
+    """
 
-    @classmethod
-    def of(cls, values: Sequence[int]) -> Spread | None:
-        return cls(*(float(q) for q in np.quantile(values, (0.5, 0.95, 1.0)))) if values else None
-
-
-@dataclass(frozen=True, slots=True)
-class Lengths:
-    """Lengths of episodes; tokens are None if the engine reports none. `stopped` is the share cut by each limit."""
-
-    prompt: Spread | None
-    response: Spread | None
-    total: Spread | None
-    turns: Spread | None
+    num: int
+    seconds: float
+    lengths: Mapping[str, Mapping[str, float] | None]
+    sampled: float | None
+    tokens: float | None
     stopped: Mapping[StopReason, float]
+    answered: float
+    calls_per_episode: float
+    errors: float
+    unknown: float
+    unparsed: float
+    dead: Mapping[str, int]
 
-
-def lengths(trajectories: Sequence[Trajectory]) -> Lengths:
-    """Return the lengths of episodes without those that failed in the infrastructure."""
-    finished = [t for t in trajectories if t.failure is None]
-    with_tokens = [t for t in finished if t.segments]
-    prompts = [sum(len(s.tokens) for s in t.segments if s.kind == "prompt") for t in with_tokens]
-    count = Counter(t.stop_reason for t in finished)
-    return Lengths(
-        Spread.of(prompts),
-        Spread.of([t.num_action_tokens for t in with_tokens]),
-        Spread.of([sum(len(s.tokens) for s in t.segments) for t in with_tokens]),
-        Spread.of([num_turns(t) for t in finished]),
-        {reason: count[reason] / len(finished) for reason in LIMITS if count[reason]},
-    )
+    def hours(self, episodes: float) -> float:
+        """Return the proportional time, which is too long if these were too few for rollout.concurrency."""
+        return episodes * self.seconds / self.num / 3600
 
 
 def num_turns(trajectory: Trajectory) -> int:
@@ -173,48 +164,37 @@ def num_turns(trajectory: Trajectory) -> int:
     return trajectory.num_turns or sum(message["role"] == "assistant" for message in trajectory.messages)
 
 
-@dataclass(frozen=True, slots=True)
-class ToolUse:
-    """Tool calls per episode, shares of all calls, and the calls of each tool that failed in all of them (`dead`)."""
-
-    calls_per_episode: float
-    errors: float
-    unknown: float
-    unparsed: float
-    dead: Mapping[str, int]
-
-
-def tool_use(trajectories: Sequence[Trajectory]) -> ToolUse:
-    """Return the statistics of the model's calls. A tool is dead after 3 calls without one that worked."""
+def describe_episodes(trajectories: Sequence[Trajectory], seconds: float) -> SampledEpisodes:
+    """Return the statistics of episodes that took `seconds`."""
+    finished = [t for t in trajectories if t.failure is None]
+    with_tokens = [t for t in finished if t.segments]
+    sampled, total = [t.num_action_tokens for t in with_tokens], [len(t.token_ids) for t in with_tokens]
+    prompts = [sum(len(s.tokens) for s in t.segments if s.kind == "prompt") for t in with_tokens]
+    values = {"prompt": prompts, "response": sampled, "total": total, "turns": list(map(num_turns, finished))}
+    stops = Counter(t.stop_reason for t in finished)
     calls = [outcome for t in trajectories for outcome in t.call_outcomes]
     status = Counter(outcome.status for outcome in calls)
-    total = max(1, len(calls))
-    by_tool: dict[str, list[bool]] = {}
-    for outcome in calls:
-        by_tool.setdefault(outcome.tool, []).append(outcome.status in _BROKEN)
-    return ToolUse(
-        len(calls) / max(1, len(trajectories)),
-        1 - status[ToolStatus.OK] / total if calls else 0.0,
-        status[ToolStatus.UNKNOWN_TOOL] / total,
-        sum(status[one] for one in _UNPARSED) / total,
-        {name: len(broken) for name, broken in sorted(by_tool.items()) if len(broken) > 2 and all(broken)},
+    all_calls, broken = Counter(one.tool for one in calls), Counter(one.tool for one in calls if one.status in _BROKEN)
+    num_calls = max(1, len(calls))
+    return SampledEpisodes(
+        num=len(trajectories),
+        seconds=seconds,
+        lengths={name: _spread(found) for name, found in values.items()},
+        sampled=fmean(sampled) if sampled else None,
+        tokens=fmean(total) if total else None,
+        stopped={reason: stops[reason] / len(finished) for reason in LIMITS if stops[reason]},
+        answered=sum(t.stop_reason is StopReason.ANSWERED for t in trajectories) / len(trajectories),
+        calls_per_episode=len(calls) / len(trajectories),
+        errors=(len(calls) - status[ToolStatus.OK]) / num_calls,
+        unknown=status[ToolStatus.UNKNOWN_TOOL] / num_calls,
+        unparsed=sum(status[one] for one in _UNPARSED) / num_calls,
+        dead={name: num for name, num in sorted(all_calls.items()) if num > 2 and broken[name] == num},
     )
 
 
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """Measured sampling: episodes, seconds, and sampled and total tokens per episode (None if unknown).
-
-    Estimates are proportional, which overestimates the time if the episodes were too few for rollout.concurrency.
-    """
-
-    episodes: int
-    seconds: float
-    sampled: float | None
-    tokens: float | None
-
-    def hours(self, episodes: float) -> float:
-        return episodes * self.seconds / self.episodes / 3600
+def _spread(values: Sequence[int]) -> dict[str, float] | None:
+    quantiles = np.quantile(values, (0.5, 0.95, 1.0)).tolist() if values else ()
+    return dict(zip(("p50", "p95", "maximum"), quantiles, strict=True)) if values else None
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,9 +211,7 @@ class Readiness:
 
     evaluation: Evaluation
     shares: Sequence[UsableShare]
-    lengths: Lengths
-    tools: ToolUse
-    speed: Speed
+    episodes: SampledEpisodes
     verdict: Verdict
 
     @property
@@ -248,47 +226,40 @@ class Readiness:
 def readiness(evaluation: Evaluation, trajectories: Sequence[Trajectory], seconds: float) -> Readiness:
     """Return the statistics of an evaluation that took `seconds`, and the verdict."""
     shares = usable_shares(evaluation.successes, evaluation.plan.samples, evaluation.plan.seed)
-    length, tools = lengths(trajectories), tool_use(trajectories)
-    tokens = [t for t in trajectories if t.segments]
-    sampled, total = sum(t.num_action_tokens for t in tokens), sum(len(t.token_ids) for t in tokens)
-    means = (sampled / len(tokens), total / len(tokens)) if tokens else (None, None)
-    speed = Speed(len(trajectories), seconds, *means)
-    found = Readiness(evaluation, shares, length, tools, speed, Verdict("RL can start", ""))
-    return replace(found, verdict=judge(found, trajectories))
+    episodes = describe_episodes(trajectories, seconds)
+    if fault := _environment_fault(episodes, [t.failure for t in trajectories if t.failure is not None]):
+        verdict = Verdict("fix the environment first", fault)
+    else:
+        verdict = _verdict(evaluation.rate, suggested_group_size(shares), episodes)
+    return Readiness(evaluation, shares, episodes, verdict)
 
 
-def judge(found: Readiness, trajectories: Sequence[Trajectory]) -> Verdict:
-    """Return the verdict: environment, difficulty and format, in this order."""
-    if fault := _environment_fault(found, trajectories):
-        return Verdict("fix the environment first", fault)
-    rate, best = found.evaluation.rate, suggested_group_size(found.shares)
+def _verdict(rate: float, best: UsableShare, episodes: SampledEpisodes) -> Verdict:
+    """Return the verdict on difficulty and format, in this order."""
     usable = f"{best.share:.0%} of the groups of {best.group_size} are usable"
     if best.share >= MIN_USABLE:
         return Verdict("RL can start", f"{usable}, and {MIN_USABLE:.0%} suffice.")
     if rate > 0.5:
         return Verdict("too easy", f"{rate:.0%} of the attempts succeed, and only {usable}.")
-    answered = sum(t.stop_reason is StopReason.ANSWERED for t in trajectories) / len(trajectories)
-    if (share := found.tools.unparsed + found.tools.unknown) > 0.5:
-        return Verdict("SFT first", f"The model does not know the format: {share:.0%} of its calls are invalid.")
-    if answered < 0.5:
-        cut = "".join(f", {v:.0%} stop at {LIMITS[k]}" for k, v in found.lengths.stopped.items() if v > 0.5)
-        answers = f"{answered:.0%} of the episodes are answered{cut}"
-        return Verdict("SFT first", f"The model does not know the format: {answers}.")
-    return Verdict("SFT first", f"{rate:.1%} of the attempts succeed, and only {usable}.")
+    reason = f"{rate:.1%} of the attempts succeed, and only {usable}."
+    if (share := episodes.unparsed + episodes.unknown) > 0.5:
+        reason = f"The model does not know the format: {share:.0%} of its calls are invalid."
+    elif episodes.answered < 0.5:
+        cut = "".join(f", {v:.0%} stop at {LIMITS[k]}" for k, v in episodes.stopped.items() if v > 0.5)
+        reason = f"The model does not know the format: {episodes.answered:.0%} of the episodes are answered{cut}."
+    return Verdict("SFT first", reason)
 
 
-def _environment_fault(found: Readiness, trajectories: Sequence[Trajectory]) -> str:
+def _environment_fault(episodes: SampledEpisodes, failures: Sequence[Failure]) -> str:
     """Return the fault of environment or limits that prevents a measurement, or ""."""
-    failures = [t.failure for t in trajectories if t.failure is not None]
-    if len(failures) > 0.2 * len(trajectories):
+    if len(failures) > 0.2 * episodes.num:
         parts = ", ".join(sorted({one.part for one in failures}))
-        share = len(failures) / len(trajectories)
+        share = len(failures) / episodes.num
         return f"{share:.0%} of the episodes fail in the infrastructure ({parts}): {failures[0].error}"
-    if found.tools.dead:
-        names = ", ".join(f"{name} ({calls} calls)" for name, calls in found.tools.dead.items())
+    if episodes.dead:
+        names = ", ".join(f"{name} ({calls} calls)" for name, calls in episodes.dead.items())
         return f"No call of these tools works: {names}."
-    cut = found.lengths.stopped
-    if (share := cut.get(StopReason.PROMPT_TOO_LONG, 0.0)) > 0.2:
+    if (share := episodes.stopped.get(StopReason.PROMPT_TOO_LONG, 0.0)) > 0.2:
         return f"{share:.0%} of the prompts do not fit; raise {LIMITS[StopReason.PROMPT_TOO_LONG]}."
     return ""
 
@@ -301,11 +272,9 @@ def suggested_settings(found: Readiness, config: Config) -> dict[str, int]:
     size = suggested_group_size(found.shares).group_size
     episodes = config.algorithm.group_size * config.training.prompts_per_step
     settings = {"algorithm.group_size": size, "training.prompts_per_step": max(1, round(episodes / size))}
-    rollout = config.rollout
-    limits = {"max_tokens_per_turn": rollout.max_tokens_per_turn, "max_seq_len": rollout.max_seq_len}
-    for name in (LIMITS[reason] for reason, share in found.lengths.stopped.items() if share > 0.05):
-        if limit := limits.get(name.removeprefix("rollout.")):
-            settings[name] = 2 * limit
+    for name in (LIMITS[reason] for reason, share in found.episodes.stopped.items() if share > 0.05):
+        if name in ("rollout.max_tokens_per_turn", "rollout.max_seq_len"):
+            settings[name] = 2 * config.rollout.model_dump()[name.removeprefix("rollout.")]
     return settings
 
 
@@ -339,32 +308,29 @@ def alternatives(
     best one is chosen. Generalization between tasks can exceed it. Hours are of sampling at the measured speed, and of
     the learner. RFT trains on the successes of a round, each as long as an episode of a step of RL.
     """
-    attempts = found.evaluation.plan.samples
-    reach, rft, rl = found.evaluation.pass_at(attempts) - found.evaluation.rate, config.rft, config.training
-    rft_h = found.speed.hours(rft.rounds * rft.tasks_per_round * rft.samples)
-    rl_h = found.speed.hours(rl.steps * rl.prompts_per_step * config.algorithm.group_size)
-    total_h = rft_all_h = None
-    if learn_s is not None:
-        total_h = rl_h + rl.steps * learn_s / 3600
-        kept = rft.tasks_per_round * min(rft.max_per_task or rft.samples, rft.samples * found.evaluation.rate)
-        episode_s = learn_s / (rl.prompts_per_step * config.algorithm.group_size)
-        rft_all_h = rft_h + rft.rounds * rft.epochs * kept * episode_s / 3600
+    attempts, rft, rl, hours = found.evaluation.plan.samples, config.rft, config.training, found.episodes.hours
+    reach = found.evaluation.pass_at(attempts) - found.evaluation.rate
+    num = rl.prompts_per_step * config.algorithm.group_size
+    kept = rft.tasks_per_round * min(rft.max_per_task or rft.samples, rft.samples * found.evaluation.rate)
+    sampling = {"RFT": hours(rft.rounds * rft.tasks_per_round * rft.samples), "RL": hours(rl.steps * num)}
+    trained = {"RFT": rft.rounds * rft.epochs * kept, "RL": rl.steps * num}
+
+    def way(name: str, low: float | None, high: float | None, needed_h: float | None, reason: str) -> Alternative:
+        cost = None if needed_h is None or price is None else needed_h * price
+        return Alternative(name, low, high, needed_h, cost, reason)
+
+    ways = [way("prompt as is", 0.0, 0.0, 0.0, "the measured success")]
+    for name, gain, needed_h, option in (
+        ("few-shot prompt", prompts.few_shot, 0.0, "--few-shot"),
+        ("optimised prompt", prompts.optimised, hours(prompts.episodes), "--optimise-prompt"),
+    ):
+        if gain is None:
+            ways.append(way(name, None, None, None, f"not measured; add {option}"))
+        else:
+            ways.append(way(name, gain.low, gain.high, needed_h, "measured on held-out tasks, 95 % interval"))
     bound = f"at most pass@{attempts} of these tasks without generalization"
     learner = "learner unknown" if learn_s is None else "with the learner"
-
-    def priced(hours: float | None) -> float | None:
-        return None if hours is None or price is None else hours * price
-
-    def of_prompt(name: str, gain: Interval | None, hours: float | None, option: str) -> Alternative:
-        if gain is None:
-            return Alternative(name, None, None, None, None, f"not measured; add {option}")
-        reason = "measured on held-out tasks, 95 % interval"
-        return Alternative(name, gain.low, gain.high, hours, priced(hours), reason)
-
-    return [
-        Alternative("prompt as is", 0.0, 0.0, 0.0, priced(0.0), "the measured success"),
-        of_prompt("few-shot prompt", prompts.few_shot, 0.0, "--few-shot"),
-        of_prompt("optimised prompt", prompts.optimised, found.speed.hours(prompts.episodes), "--optimise-prompt"),
-        Alternative("RFT", None, reach, rft_all_h, priced(rft_all_h), f"{bound}; {rft_h:.2g} h of sampling, {learner}"),
-        Alternative("RL", None, reach, total_h, priced(total_h), f"{bound}; {rl_h:.2g} h of sampling, {learner}"),
-    ]
+    for name, sampled_h in sampling.items():
+        total_h = None if learn_s is None else sampled_h + trained[name] * learn_s / num / 3600
+        ways.append(way(name, None, reach, total_h, f"{bound}; {sampled_h:.2g} h of sampling, {learner}"))
+    return ways

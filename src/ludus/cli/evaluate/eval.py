@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -146,11 +147,10 @@ async def _evaluate(
 ) -> tuple[list[Evaluation], list[SavedEvaluation]]:
     label = f"baseline-{args.baseline}" if args.baseline else ""
     results, saved, folder = [], [], None
-    backend = await make_backend(args, config, world)
     try:
-        folder = _result_folder(args, config)
-        print_text(console, _headline(args, config, backend))
-        async with closing(world):
+        async with open_backend(args, config, world) as backend, closing(world):
+            folder = _result_folder(args, config)
+            print_text(console, _headline(args, config, backend))
             for plan in plans(config, backend.step, policy_name(args)):
                 before = backend.usage()
                 result, episodes = await run_plan(backend, plan, console)
@@ -163,8 +163,6 @@ async def _evaluate(
         if folder is not None and folder.path != args.run and remove_unstarted(folder):
             error.hint = f"{error.hint}\nNo result was saved; the folder {folder.path} was removed."
         raise
-    finally:
-        await backend.close()
     return results, saved
 
 
@@ -231,19 +229,26 @@ def _endpoint_backend(config: Config, world: World, settings: OpenAIClientSettin
     return EvalBackend(world, 0, make, client.close, lambda: tuple(client.accepted.notices()), lambda: client.usage)
 
 
-async def make_backend(args: argparse.Namespace, config: Config, world: World, step: int | None = None) -> EvalBackend:
-    """Return the backend selected by the arguments; `step` chooses a checkpoint other than the newest."""
+@asynccontextmanager
+async def open_backend(
+    args: argparse.Namespace, config: Config, world: World, step: int | None = None
+) -> AsyncIterator[EvalBackend]:
+    """Open and close the backend selected by the arguments; `step` chooses a checkpoint other than the newest."""
     if args.endpoint:
         key = _read_api_key(args.api_key_file) if args.api_key_file else ""
         settings = OpenAIClientSettings(args.endpoint, args.model, key, concurrency=config.rollout.concurrency)
         backend = _endpoint_backend(config, world, settings)
         check_reachable(args.endpoint)
-        return backend
-    load_libraries()
-    from ludus.cli.ui.load_run import open_weights
+    else:
+        load_libraries()
+        from ludus.cli.ui.load_run import open_weights
 
-    run = RunFolder(args.run) if args.run is not None else None
-    return engine_backend(world, await open_weights(config, run, step=step))
+        run = RunFolder(args.run) if args.run is not None else None
+        backend = engine_backend(world, await open_weights(config, run, step=step))
+    try:
+        yield backend
+    finally:
+        await backend.close()
 
 
 def policy_name(args: argparse.Namespace) -> str:

@@ -10,7 +10,7 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from ludus.cli.evaluate.eval import EvalBackend, check_arguments, check_world, evaluation_config, make_backend
+from ludus.cli.evaluate.eval import EvalBackend, check_arguments, check_world, evaluation_config, open_backend
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import announce, make_console, print_line, print_text
 from ludus.config.schema import Config
@@ -103,11 +103,8 @@ async def base_backend(call: ProbeCall) -> AsyncIterator[EvalBackend]:
     step = call.args.base_step or 0
     if step == call.backend.step:
         raise UserError(f"Both checkpoints are of step {step}.", "Choose others with --step and --base-step.")
-    base = await make_backend(call.args, call.config, call.world, step)
-    try:
+    async with open_backend(call.args, call.config, call.world, step) as base:
         yield base
-    finally:
-        await base.close()
 
 
 KINDS: Mapping[str, ProbeKind] = {
@@ -183,12 +180,8 @@ async def _measure(
     kind: ProbeKind, args: argparse.Namespace, config: Config, world: World, plan: ProbePlan
 ) -> tuple[ProbeReport, int]:
     """Return the report, and the training step of the probed model."""
-    backend = await make_backend(args, config, world, args.step)
-    try:
-        async with closing(world):
-            return await kind.measure(ProbeCall(args, config, world, backend, plan)), backend.step
-    finally:
-        await backend.close()
+    async with open_backend(args, config, world, args.step) as backend, closing(world):
+        return await kind.measure(ProbeCall(args, config, world, backend, plan)), backend.step
 
 
 def report_table(report: ProbeReport) -> FittedTable:

@@ -16,7 +16,7 @@ from pydantic import BaseModel, Field
 from rich.console import Console
 
 from ludus.cli.arguments import check_run, is_recipe, model_settings, recipe_config
-from ludus.cli.evaluate.eval import EvalBackend, make_backend
+from ludus.cli.evaluate.eval import EvalBackend, open_backend
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import announce, bars, make_console, print_line, print_text
 from ludus.config.load import load_config
@@ -38,7 +38,7 @@ from ludus.evaluation.readiness import (
     suggested_settings,
 )
 from ludus.evaluation.stats import Interval, paired_difference
-from ludus.evaluation.tables import format_success
+from ludus.evaluation.tables import format_rate, format_success
 from ludus.recipes import list_recipes
 from ludus.rewards.base import success
 from ludus.rollouts.ledger import RolloutKey
@@ -74,7 +74,8 @@ class ReadinessReport:
 
     def data(self) -> dict[str, object]:
         """Return everything as JSON values."""
-        one, result = self.found, self.found.evaluation
+        one, result, others = self.found, self.found.evaluation, asdict(self)
+        del others["found"]
         return {
             "success": result.rate,
             "interval": [result.interval.low, result.interval.high],
@@ -82,16 +83,9 @@ class ReadinessReport:
             "tasks": dict(zip(result.task_ids, result.successes, strict=True)),
             "pass_rates": one.pass_rates,
             "usable_groups": [asdict(share) for share in one.shares],
-            "lengths": asdict(one.lengths),
-            "tools": asdict(one.tools),
-            "speed": asdict(one.speed),
-            "step": dict(self.step),
+            "episodes": asdict(one.episodes),
             "verdict": asdict(one.verdict),
-            "command": self.command,
-            "command_note": self.command_note,
-            "alternatives": [asdict(way) for way in self.alternatives],
-            "notices": list(self.notices),
-            "optimised_prompt": self.optimised_prompt,
+            **others,
         }
 
 
@@ -105,17 +99,16 @@ def check_readiness(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     announce(f"Building the world {config.env.name} and its tasks ...")
     world = checked_world(config)
     found, gains, prompt, notices = asyncio.run(_measure(args, config, world, console))
-    episodes, tokens = config.algorithm.group_size * config.training.prompts_per_step, found.speed.tokens
-    learn_s = None if learner is None or tokens is None else learner.seconds(tokens * episodes)
+    num, one = config.algorithm.group_size * config.training.prompts_per_step, found.episodes
+    learn_s = None if learner is None or one.tokens is None else learner.seconds(one.tokens * num)
     ways = alternatives(found, config, learn_s, args.price_per_hour, gains)
     command, note = suggested_command(args, found, config, overrides)
-    speed = found.speed
     step = {
-        "episodes": episodes,
-        "sampling_s": speed.hours(episodes) * 3600,
+        "episodes": num,
+        "sampling_s": one.hours(num) * 3600,
         "learner_s": learn_s,
-        "sampled_tokens": None if speed.sampled is None else speed.sampled * episodes,
-        "tokens": None if tokens is None else tokens * episodes,
+        "sampled_tokens": None if one.sampled is None else one.sampled * num,
+        "tokens": None if one.tokens is None else one.tokens * num,
     }
     report = ReadinessReport(found, step, command, note, ways, notices, prompt)
     if args.json:
@@ -190,20 +183,32 @@ async def _measure(
     chosen, held_out = drawn[: args.tasks], drawn[args.tasks :]
     if len(chosen) < 2 or (compares and len(held_out) < 2):
         raise UserError(f"The split {_SPLIT!r} has {len(tasks)} tasks.", "Lower --tasks, or use more tasks.")
-    backend = await make_backend(args, config, world)
     async with closing(world):
-        try:
+        async with open_backend(args, config, world) as backend:
             result, tried, seconds = await sample(args, config, backend, chosen, console)
             notices = backend.notices()
-        finally:
-            await backend.close()
-        found = readiness(result, tried, seconds)
-        few_shot = await _few_shot(args, config, world, (tried, held_out), console) if args.few_shot else None
-        gains, text = PromptGains(few_shot), None
-        if args.optimise_prompt:
-            text, gain = await _optimised(args, config, world, (chosen, held_out), console)
-            gains = replace(gains, optimised=gain, episodes=args.optimise_prompt)
-    return found, gains, text, notices
+            text = await optimised_prompt(args, config, backend, chosen) if args.optimise_prompt else None
+        gains = PromptGains(episodes=args.optimise_prompt)
+        if examples := solved_examples(tried, world)[: args.few_shot]:
+            length = config.rollout.max_seq_len * (1 + len(examples))
+            longer = config.model_copy(update={"rollout": config.rollout.model_copy(update={"max_seq_len": length})})
+            pairs = [(task, replace(task, prompt=with_examples(task.prompt, examples))) for task in held_out]
+            gains = replace(gains, few_shot=await _gain(args, longer, world, pairs, console))
+        if text is not None:
+            pairs = [(t, t if system_prompt(t) == text else with_system_prompt(t, text)) for t in held_out]
+            gains = replace(gains, optimised=await _gain(args, config, world, pairs, console))
+    return readiness(result, tried, seconds), gains, text, notices
+
+
+async def _gain(
+    args: argparse.Namespace, config: Config, world: World, pairs: Sequence[tuple[Task, Task]], console: Console
+) -> Interval:
+    """Return the interval of the gain in success by other prompts; each pair is a task without and with its own."""
+    async with open_backend(args, config, world) as backend:
+        plain, changed = [
+            (await sample(args, config, backend, tasks, console))[0].scores for tasks in zip(*pairs, strict=True)
+        ]
+    return paired_difference(changed, plain).interval
 
 
 async def sample(
@@ -221,51 +226,12 @@ async def sample(
     return result, [episode.trajectory for episode in episodes], seconds
 
 
-async def _few_shot(
-    args: argparse.Namespace,
-    config: Config,
-    world: World,
-    sampled: tuple[Sequence[Trajectory], Sequence[Task]],
-    console: Console,
-) -> Interval | None:
-    """Return the interval of the gain by examples on held-out tasks; None without a solved attempt."""
-    tried, held_out = sampled
-    solved: dict[str, Trajectory] = {}  # the shortest solved attempt at each task
+def solved_examples(tried: Sequence[Trajectory], world: World) -> list[list[Message]]:
+    """Return the shortest solved attempt at each task without system messages, the shortest first."""
+    solved: dict[str, Trajectory] = {}
     for one in sorted((t for t in tried if success(world.rewards, t)), key=lambda t: len(str(t.messages))):
         solved.setdefault(one.task_id, one)
-    shortest = list(solved.values())[: args.few_shot]
-    examples = [[m for m in one.messages if m["role"] != "system"] for one in shortest]
-    if not examples:
-        return None
-    length = config.rollout.max_seq_len * (1 + len(examples))
-    rollout = config.rollout.model_copy(update={"max_seq_len": length})
-    backend = await make_backend(args, config.model_copy(update={"rollout": rollout}), world)
-    try:
-        plain, _, _ = await sample(args, config, backend, held_out, console)
-        shown = [replace(task, prompt=with_examples(task.prompt, examples)) for task in held_out]
-        primed, _, _ = await sample(args, config, backend, shown, console)
-    finally:
-        await backend.close()
-    return paired_difference(primed.scores, plain.scores).interval
-
-
-async def _optimised(
-    args: argparse.Namespace,
-    config: Config,
-    world: World,
-    tasks: tuple[Sequence[Task], Sequence[Task]],
-    console: Console,
-) -> tuple[str, Interval]:
-    """Search a system prompt on the first tasks; return it, and the interval of its gain on the others."""
-    backend = await make_backend(args, config, world)
-    try:
-        text = await optimised_prompt(args, config, world, backend, tasks[0])
-        plain, _, _ = await sample(args, config, backend, tasks[1], console)
-        others = [task if system_prompt(task) == text else with_system_prompt(task, text) for task in tasks[1]]
-        changed, _, _ = await sample(args, config, backend, others, console)
-    finally:
-        await backend.close()
-    return text, paired_difference(changed.scores, plain.scores).interval
+    return [[m for m in one.messages if m["role"] != "system"] for one in solved.values()]
 
 
 def with_examples(prompt: Sequence[Message], examples: Sequence[Sequence[Message]]) -> tuple[Message, ...]:
@@ -306,25 +272,21 @@ def suggested_command(
 
 def print_report(console: Console, report: ReadinessReport, config: Config) -> None:
     """Print the report in plain words."""
-    found = report.found
-    result, tools = found.evaluation, found.tools
+    found, one = report.found, report.found.episodes
+    result = found.evaluation
     tried = f"{len(result.task_ids)} tasks of {_SPLIT}, {result.plan.samples} attempts each"
     print_text(console, f"Success: {format_success(result)} with 95 % interval ({tried}).")
     rates = ", ".join(f"{name}: {count}" for name, count in found.pass_rates.items())
     print_text(console, f"Tasks by pass rate: {rates}.")
-    shares = [
-        (s.group_size, f"{s.share:.0%} [{s.interval.low:.0%}, {s.interval.high:.0%}]", s.method) for s in found.shares
-    ]
+    shares = [(s.group_size, format_rate(s.share, s.interval, ".0%"), s.method) for s in found.shares]
     columns = (TableColumn("group size", right=True), "usable groups", "estimate")
     console.print(make_table(columns, shares, "Groups neither all right nor all wrong"))
     console.print(_length_table(found, config))
-    for reason, share in found.lengths.stopped.items():
+    for reason, share in one.stopped.items():
         print_text(console, f"{share:.1%} of the episodes end by {reason}; {LIMITS[reason]} lifts that limit.")
-    invalid = f"{tools.unknown:.1%} unknown tools, {tools.unparsed:.1%} not parsed"
-    print_text(
-        console, f"Tools: {tools.calls_per_episode:.2f} calls per episode, {tools.errors:.1%} errors ({invalid})."
-    )
-    for name, num in tools.dead.items():
+    invalid = f"{one.unknown:.1%} unknown tools, {one.unparsed:.1%} not parsed"
+    print_text(console, f"Tools: {one.calls_per_episode:.2f} calls per episode, {one.errors:.1%} errors ({invalid}).")
+    for name, num in one.dead.items():
         print_text(console, f"Tool {name}: none of its {num} calls works.", "bold red")
     print_text(console, _step_line(report.step))
     for notice in report.notices:
@@ -342,32 +304,29 @@ def print_report(console: Console, report: ReadinessReport, config: Config) -> N
 
 
 def _length_table(found: Readiness, config: Config) -> FittedTable:
-
-    one, rollout = found.lengths, config.rollout
-    kinds = (
-        ("prompt tokens", one.prompt, rollout.max_seq_len),
-        ("response tokens", one.response, rollout.max_tokens_per_turn * rollout.max_turns),
-        ("all tokens", one.total, rollout.max_seq_len),
-        ("turns", one.turns, rollout.max_turns),
-    )
+    rollout = config.rollout
+    limits = {
+        "prompt": ("prompt tokens", rollout.max_seq_len),
+        "response": ("response tokens", rollout.max_tokens_per_turn * rollout.max_turns),
+        "total": ("all tokens", rollout.max_seq_len),
+        "turns": ("turns", rollout.max_turns),
+    }
     rows = []
-    for name, spread, limit in kinds:
-        values = (spread.p50, spread.p95, spread.maximum) if spread else ()
-        rows.append((name, *([f"{value:.0f}" for value in values] or ("unknown", "", "")), limit))
+    for name, spread in found.episodes.lengths.items():
+        values = [f"{value:.0f}" for value in spread.values()] if spread else ["unknown", "", ""]
+        rows.append((limits[name][0], *values, limits[name][1]))
     numbers = (TableColumn(name, right=True) for name in ("p50", "p95", "max", "limit"))
     return make_table(("per episode", *numbers), rows, "Lengths")
 
 
 def _step_line(step: Mapping[str, float | None]) -> str:
-
-    def shown(name: str, unit: str) -> str:
-        value = step[name]
-        return "unknown" if value is None else f"{value:,.1f} s" if unit == "s" else f"{value:,.0f}"
-
-    learner = shown("learner_s", "s") + (" (cost model)" if step["learner_s"] is not None else "")
+    shown = {name: "unknown" if value is None else f"{value:,.0f}" for name, value in step.items()}
+    times = {name: step[name] for name in ("sampling_s", "learner_s")}
+    seconds = {name: "unknown" if value is None else f"{value:,.1f} s" for name, value in times.items()}
+    learner = seconds["learner_s"] + (" (cost model)" if step["learner_s"] is not None else "")
     return (
-        f"A step of {step['episodes']:.0f} episodes: sampling {shown('sampling_s', 's')} (measured), learner "
-        f"{learner}, {shown('sampled_tokens', '')} sampled tokens of {shown('tokens', '')}."
+        f"A step of {shown['episodes']} episodes: sampling {seconds['sampling_s']} (measured), learner {learner}, "
+        f"{shown['sampled_tokens']} sampled tokens of {shown['tokens']}."
     )
 
 
@@ -386,7 +345,7 @@ _REFLECTION = SamplingParams(temperature=1.0, max_new_tokens=2048)
 
 
 async def optimised_prompt(
-    args: argparse.Namespace, config: Config, world: World, backend: EvalBackend, tasks: Sequence[Task]
+    args: argparse.Namespace, config: Config, backend: EvalBackend, tasks: Sequence[Task]
 ) -> str:
     """Return the best system prompt after about `args.optimise_prompt` episodes on these tasks."""
     runner = backend.scheduler(SamplingPlan("evaluate", config.rollout.temperature, config.run.seed))
@@ -414,4 +373,4 @@ async def optimised_prompt(
             return answer.action.message["content"]
 
         budget, seed = args.optimise_prompt, config.run.seed
-        return await search_prompt(tasks, sample, reflect, world.rewards, episodes=budget, seed=seed)
+        return await search_prompt(tasks, sample, reflect, backend.world.rewards, episodes=budget, seed=seed)
