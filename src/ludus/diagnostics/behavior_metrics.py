@@ -9,17 +9,16 @@ from __future__ import annotations
 import re
 import unicodedata
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import cache, lru_cache
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import ArrayLike, NDArray
 
 from ludus.types import FunctionCall, Message, Trajectory
 
 _NGRAM = 8
 """Tokens of a passage that counts as repeated or copied."""
-_WEIGHTS = np.array([pow(0x9E3779B97F4A7C15, n, 2**62) for n in range(1, _NGRAM + 1)], np.int64)
-"""Factors of a polynomial hash modulo 2**64."""
 _WORD = re.compile(r"\w+")
 
 
@@ -48,7 +47,7 @@ def _passage_metrics(paths: Sequence[Trajectory]) -> dict[str, float]:
                 tokens += len(segment.tokens)
             if segment.kind == "prompt" or len(segment.tokens) < _NGRAM:
                 continue
-            passages = _hashes(segment.tokens)
+            passages = passage_hashes(segment.tokens, _NGRAM).tolist()
             if segment.kind == "observation":
                 observed.update(passages)
                 continue
@@ -60,10 +59,14 @@ def _passage_metrics(paths: Sequence[Trajectory]) -> dict[str, float]:
     return {"text/repeated": repeated / max(1, tokens), "text/copied": copied / max(1, tokens)}
 
 
-def _hashes(tokens: Sequence[int]) -> list[int]:
-    """Return a hash of each passage of `_NGRAM` tokens, `[T - _NGRAM + 1]`, equal for equal passages."""
-    hashes: list[int] = np.convolve(np.asarray(tokens, np.int64), _WEIGHTS, "valid").tolist()
-    return hashes
+def passage_hashes(tokens: ArrayLike, size: int) -> NDArray[np.int64]:
+    """Return a polynomial hash modulo 2**64 of each passage of `size` tokens, `[T - size + 1]`."""
+    return np.convolve(np.asarray(tokens, np.int64), _factors(size), "valid")
+
+
+@cache
+def _factors(size: int) -> NDArray[np.int64]:
+    return np.array([pow(0x9E3779B97F4A7C15, i, 2**62) for i in range(1, size + 1)], np.int64)
 
 
 def _covered(found: Sequence[bool]) -> int:

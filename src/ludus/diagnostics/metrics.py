@@ -62,18 +62,18 @@ def rollout_metrics(
     }
     metrics |= _reward_metrics(finished)
     if success is not None:
-        metrics[SUCCESS] = _mean([t.rewards.get(success, 0.0) for t in finished])
+        metrics[SUCCESS] = mean([t.rewards.get(success, 0.0) for t in finished])
     metrics |= _length_metrics(finished)
     surprisals = [[-value for t in _finished(g) for s in t.segments for value in s.logprobs] for g in groups]
     sampled = [own for own in surprisals if own]
-    metrics[SAMPLED_ENTROPY] = _mean([value for own in sampled for value in own])
-    metrics[LOW_ENTROPY_GROUPS] = _share(sum(_mean(own) < MIN_ENTROPY for own in sampled), len(sampled))
+    metrics[SAMPLED_ENTROPY] = mean([value for own in sampled for value in own])
+    metrics[LOW_ENTROPY_GROUPS] = _share(sum(mean(own) < MIN_ENTROPY for own in sampled), len(sampled))
     metrics |= _tool_metrics(finished) | behavior_metrics(finished)
     stops = Counter(path.stop_reason for t in trajectories for path in t.attempts())
     metrics |= {f"episode/stop/{reason}": _share(stops[reason], stops.total()) for reason in StopReason}
     if trees := [t for t in finished if t.leaves]:
-        metrics["tree/leaves"] = _mean([len(t.leaves) for t in trees])
-        metrics["tree/reward_std"] = _mean([_std(t.leaf_rewards) for t in trees])
+        metrics["tree/leaves"] = mean([len(t.leaves) for t in trees])
+        metrics["tree/reward_std"] = mean([std(t.leaf_rewards) for t in trees])
     return metrics | _group_metrics(groups, success, equal) | _world_metrics(groups, success, equal)
 
 
@@ -112,21 +112,21 @@ def _finished(group: Group) -> list[Trajectory]:
 
 def _reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
     rewards = [t.reward for t in finished]
-    metrics = {"reward/mean": _mean(rewards), "reward/std": _std(rewards)}
+    metrics = {"reward/mean": mean(rewards), "reward/std": std(rewards)}
     for name in sorted({name for t in finished for name in t.rewards}):
         # in a mixture, worlds may have their own parts
         values = [t.rewards.get(name, 0.0) for t in finished if "/" not in name or name in t.rewards]
-        metrics[f"reward/{name}"] = _mean(values)
+        metrics[f"reward/{name}"] = mean(values)
     return metrics
 
 
 def _length_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
     actions = [t.num_action_tokens for t in finished]
     return {
-        "response_length/mean": _mean(actions),
+        "response_length/mean": mean(actions),
         "response_length/max": float(max(actions, default=0)),
-        "length/total_tokens/mean": _mean([sum(len(s.tokens) for s in t.segments) for t in finished]),
-        "turns/mean": _mean([t.num_turns for t in finished]),
+        "length/total_tokens/mean": mean([sum(len(s.tokens) for s in t.segments) for t in finished]),
+        "turns/mean": mean([t.num_turns for t in finished]),
     }
 
 
@@ -139,7 +139,7 @@ def _tool_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
         "tools/calls_per_episode": _share(len(calls), len(finished)),
         "tools/error_rate": _share(len(calls) - statuses[ToolStatus.OK], len(calls)),
         "tools/truncated_rate": _share(sum(call.truncated for call in calls), len(calls)),
-        "tools/cost_per_episode": _mean([t.tool_cost for t in finished]),
+        "tools/cost_per_episode": mean([t.tool_cost for t in finished]),
     }
     metrics |= {f"tools/status/{status}": _share(statuses[status], len(calls)) for status in ToolStatus}
     errors = Counter(call.tool for call in calls if call.status not in (*_NO_TOOL, ToolStatus.OK))
@@ -164,7 +164,7 @@ def _group_metrics(groups: Sequence[Group], success: str | None, equal: Sequence
     members = [finished for group in groups if (finished := _finished(group))]
     metrics = {
         "groups/zero_variance": _share(sum(several), len(several)),
-        GROUP_STD: _mean([_std([r for t in group for r in t.row_rewards]) for group in members]),
+        GROUP_STD: mean([std([r for t in group for r in t.row_rewards]) for group in members]),
     }
     if success is not None:
         scores = [[t.rewards.get(success, 0.0) for t in group] for group in members]
@@ -185,7 +185,7 @@ def _world_metrics(groups: Sequence[Group], success: str | None, equal: Sequence
         numbers |= _group_metrics(own, success, [known for _, known in members])
         values = {name: numbers[source] for name, source in _WORLD_METRICS.items()}
         if success is not None:
-            values["success"] = _mean([t.rewards.get(success, 0.0) for t in finished])
+            values["success"] = mean([t.rewards.get(success, 0.0) for t in finished])
         shared = {name for t in finished for name in t.rewards if "/" not in name and name != success}
         values |= {f"part/{name}": numbers[f"reward/{name}"] for name in sorted(shared)}
         values["share"] = _share(len(members), len(groups))
@@ -223,15 +223,17 @@ def _unit(value: float) -> float:
     return min(1.0, max(0.0, value))
 
 
-def _mean(values: Sequence[float]) -> float:
+def mean(values: Sequence[float]) -> float:
+    """Return the mean; 0 without values."""
     return math.fsum(values) / len(values) if values else 0.0
 
 
-def _std(values: Sequence[float]) -> float:
+def std(values: Sequence[float]) -> float:
+    """Return the standard deviation (`ddof=0`); 0 without values."""
     if not values or min(values) == max(values):
         return 0.0
-    mean = _mean(values)
-    return math.sqrt(math.fsum((v - mean) ** 2 for v in values) / len(values))
+    centre = mean(values)
+    return math.sqrt(math.fsum((v - centre) ** 2 for v in values) / len(values))
 
 
 def _share(count: int, total: int) -> float:

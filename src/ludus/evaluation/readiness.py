@@ -18,6 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludus.config.schema import Config
+from ludus.evaluation.analysis.cost import num_turns
 from ludus.evaluation.evaluate import Evaluation
 from ludus.evaluation.stats import Interval, bootstrap_mean, constant_interval, pass_hat_k
 from ludus.types import Failure, StopReason, ToolStatus, Trajectory
@@ -157,11 +158,6 @@ class SampledEpisodes:
     def hours(self, episodes: float) -> float:
         """Return the proportional time, which is too long if these were too few for rollout.concurrency."""
         return episodes * self.seconds / self.num / 3600
-
-
-def num_turns(trajectory: Trajectory) -> int:
-    """Return the number of sampled turns, also of a trajectory without tokens, where prompts contain none."""
-    return trajectory.num_turns or sum(message["role"] == "assistant" for message in trajectory.messages)
 
 
 def describe_episodes(trajectories: Sequence[Trajectory], seconds: float) -> SampledEpisodes:

@@ -7,15 +7,18 @@ steps, the rollouts of the last steps and the evaluations; alarms of the metrics
 from __future__ import annotations
 
 import math
+import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import cache
+from importlib import resources
 from operator import attrgetter
-from statistics import fmean
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from ludus.config.schema import Config
 from ludus.diagnostics.alarms import alarms_by_step
+from ludus.diagnostics.metrics import mean, std
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import Evaluation
 from ludus.evaluation.stats import PairedDifference, paired_difference
@@ -29,38 +32,9 @@ _RECENT: Final = 20
 """Steps whose metrics are averaged."""
 _CUT: Final = (StopReason.TRUNCATED, StopReason.MAX_TOKENS)
 _FEW_TASKS: Final = 20
+_LOW_TEMPERATURE: Final = 0.3
 _LARGE: Final = 0.5
 """Correlation, or share, above which a check reports."""
-_LOW_TEMPERATURE: Final = 0.3
-_NO_SIGNAL: Final = {"groups", "failures", "reward", "verifier", "collapse"} | {
-    f"alarm {name}"
-    for name in ("equal_rewards", "zero_reward", "exploration_ended", "few_differences", "zero_gradient")
-}
-"""Topics of findings about groups with equal rewards."""
-_DEGENERATE: Final = {
-    "sampling",
-    "held-out",
-    "limits",
-    "alarm truncation",
-    "alarm repetition",
-    "alarm uniform_failure",
-} | {
-    f"alarm {name}"
-    for name in (
-        *("success_drop", "held_out_drop", "kl_rate", "kl_jump", "entropy_explosion", "entropy_collapse"),
-        *("gradient_spike", "length_explosion", "echo_trap", "echo_trap_early"),
-    )
-}
-"""Topics of findings about a policy that produces no sensible text any more."""
-CONSEQUENCES: Final[Mapping[str, set[str]]] = {
-    "limits": _NO_SIGNAL | {"sampling", "alarm truncation", "alarm uniform_failure"},
-    "tools": _NO_SIGNAL | {"alarm tool_errors", "alarm dead_tool", "alarm unused_results"},
-    "temperature": _NO_SIGNAL | {"alarm entropy_collapse", "alarm few_strategies"},
-    "verifier": _NO_SIGNAL,
-    "advantages": _NO_SIGNAL | _DEGENERATE,
-    "collapse": _NO_SIGNAL | _DEGENERATE,
-}
-"""Topics of the findings that a fault of a topic explains."""
 
 
 @dataclass(frozen=True)
@@ -88,12 +62,16 @@ class RunData:
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A problem of a run: its topic, severity, evidence and remedy, and the topic of the fault that explains it."""
+    """A problem of a run: its topic, severity, evidence and remedy.
+
+    `explains` are topics of findings that this fault may cause, `follows_from` the topic of a fault that explains it.
+    """
 
     topic: str
     severity: Severity
     text: str
     remedy: str
+    explains: tuple[str, ...] = ()
     follows_from: str = ""
 
 
@@ -103,84 +81,84 @@ def examine_run(run: RunData) -> list[Finding]:
         raise UserError("The run has no finished step.", "Wait for its first step, or read its log.txt.")
     causes_first = (check_limits, check_tools, check_loss, check_sampling, check_collapse, check_verifier)
     others = (check_reward, check_groups, check_failures, check_held_out, check_alarms)
-    found = [finding for check in (*causes_first, *others) for finding in check(run)]
-    causes = list(dict.fromkeys(one.topic for one in found if one.severity == "fault" and one.topic in CONSEQUENCES))
-    for place, one in enumerate(found):
-        earlier = causes[: causes.index(one.topic)] if one.topic in causes else causes
-        if cause := next((cause for cause in earlier if one.topic in CONSEQUENCES[cause]), ""):
-            found[place] = replace(one, follows_from=cause)
+    found: list[Finding] = []
+    for one in (finding for check in (*causes_first, *others) for finding in check(run)):
+        causes = (cause.topic for cause in found if one.topic in cause.explains)
+        found.append(replace(one, follows_from=next(causes, "")))
     return sorted(found, key=lambda one: (bool(one.follows_from), SEVERITIES.index(one.severity)))
+
+
+@cache
+def _rules() -> Mapping[str, Mapping[str, Any]]:
+    return tomllib.loads(resources.files(__package__).joinpath("findings.toml").read_text("utf-8"))
+
+
+def _finding(name: str, **values: object) -> Finding:
+    """Return a finding of `findings.toml` with the values in its text."""
+    rule = _rules()[name]
+    severity = next(one for one in SEVERITIES if one == rule["severity"])
+    explains = tuple(rule.get("explains", ()))
+    return Finding(
+        rule["topic"], severity, rule["text"].format_map(values), rule["remedy"].format_map(values), explains
+    )
 
 
 def check_limits(run: RunData) -> Iterator[Finding]:
     """Token limits that cut off episodes from the first step on."""
     limits = run.config.rollout
-    for reason, name, value in (
-        (StopReason.TRUNCATED, "max_tokens_per_turn", limits.max_tokens_per_turn),
-        (StopReason.MAX_TOKENS, "max_seq_len", limits.max_seq_len),
+    for reason, setting, limit in (
+        (StopReason.TRUNCATED, "rollout.max_tokens_per_turn", limits.max_tokens_per_turn),
+        (StopReason.MAX_TOKENS, "rollout.max_seq_len", limits.max_seq_len),
     ):
-        shares = run.recent(metric := f"episode/stop/{reason}")
-        if shares and min(_mean(shares), run.rows[0].get(metric, 0.0)) > _LARGE:
-            text = f"{_mean(shares):.0%} of the episodes are cut off at rollout.{name} = {value}, from step 1 on"
-            yield Finding("limits", "fault", text, f"Raise rollout.{name}, or fine-tune on shorter turns (ludus sft).")
+        share = mean(run.recent(f"episode/stop/{reason}"))
+        if min(share, run.rows[0].get(f"episode/stop/{reason}", 0.0)) > _LARGE:
+            yield _finding("short_limit", share=share, setting=setting, limit=limit)
 
 
 def check_tools(run: RunData) -> Iterator[Finding]:
     """Tools of which every call fails, with their most frequent error."""
     calls = defaultdict(list)
-    for record in run.records:
-        for outcome in record.trajectory.outcomes:
-            if outcome.status is not ToolStatus.MALFORMED:
-                calls[outcome.tool].append(outcome)
+    for outcome in (outcome for record in run.records for outcome in record.trajectory.outcomes):
+        if outcome.status is not ToolStatus.MALFORMED:
+            calls[outcome.tool].append(outcome)
     for tool, outcomes in sorted(calls.items()):
-        if len(outcomes) < 5 or any(outcome.status is ToolStatus.OK for outcome in outcomes):
-            continue
-        error = Counter(
-            outcome.output.strip().partition("\n")[0][:120].rstrip(".") for outcome in outcomes
-        ).most_common(1)[0][0]
-        own = [outcome.status in (ToolStatus.RAISED, ToolStatus.TIMED_OUT) for outcome in outcomes]
-        remedy = "Call the tool by hand: the error is its own, not the model's (ludus env check ENV)."
-        if _mean(own) < _LARGE:
-            remedy = "Fine-tune on demonstrations of correct calls (ludus sft)."
-        yield Finding("tools", "fault", f"All {len(outcomes)} calls of {tool} fail, most often with: {error}", remedy)
+        if len(outcomes) >= 5 and all(outcome.status is not ToolStatus.OK for outcome in outcomes):
+            errors = Counter(outcome.output.strip().partition("\n")[0][:120].rstrip(".") for outcome in outcomes)
+            own = mean([outcome.status in (ToolStatus.RAISED, ToolStatus.TIMED_OUT) for outcome in outcomes]) > _LARGE
+            name, error = "broken_tool" if own else "wrong_calls", errors.most_common(1)[0][0]
+            yield _finding(name, tool=tool, num=len(outcomes), error=error)
 
 
 def check_collapse(run: RunData) -> Iterator[Finding]:
     """Training success that fell to a quarter or less and stayed there."""
     rows = [row for row in run.rows if "success/mean" in row]
     success = [row["success/mean"] for row in rows]
-    falls = [(_mean(success[max(0, at - 3) : at]), _mean(success[at:]), at) for at in range(1, len(rows) - 4)]
+    falls = [(mean(success[max(0, at - 3) : at]), mean(success[at:]), at) for at in range(1, len(rows) - 4)]
     before, after, at = max(falls, key=lambda fall: fall[0] - fall[1], default=(0.0, 0.0, 0))
     if before < 0.1 or after > before / 4:
         return
-    text = f"Success fell from {before:.0%} to {after:.0%} after step {at}"
-    for metric, name in (("policy/sampled_entropy", "entropy"), ("length/total_tokens/mean", "tokens per episode")):
-        old, new = ([row[metric] for row in part if metric in row] for part in (rows[:at], rows[at:]))
-        if old and new:
-            text += f", {name} from {_mean(old):.3g} to {_mean(new):.3g}"
-    reward = [_mean([row["reward/mean"] for row in part if "reward/mean" in row]) for part in (rows[:at], rows[at:])]
-    remedy = (
-        f"Lower training.learning_rate (it is {run.config.training.learning_rate:g}); resume an earlier checkpoint."
-    )
-    if reward[1] > 0.9 * reward[0] > 0:
-        text += f", while the reward went from {reward[0]:.3g} to {reward[1]:.3g}"
-        remedy = "The policy games a part of the reward: read rollouts, and lower its weight (rewards.weights)."
-    yield Finding("collapse", "fault", text, remedy)
+
+    def change(metric: str) -> tuple[float, float]:
+        old, new = (mean([row[metric] for row in part if metric in row]) for part in (rows[:at], rows[at:]))
+        return old, new
+
+    entropy, tokens, reward = map(change, ("policy/sampled_entropy", "length/total_tokens/mean", "reward/mean"))
+    name = "gamed_reward" if reward[1] > 0.9 * reward[0] > 0 else "destroyed_policy"
+    numbers = {"before": before, "after": after, "step": at, "entropy": entropy, "tokens": tokens, "reward": reward}
+    yield _finding(name, **numbers, rate=run.config.training.learning_rate)
 
 
 def check_verifier(run: RunData) -> Iterator[Finding]:
     """Tasks that are never solved, although episodes end with answers."""
-    answered = _mean(run.recent("episode/stop/answered"))
+    answered = mean(run.recent("episode/stop/answered"))
     if answered < _LARGE or any(row.get("success/mean", 1.0) for row in run.rows):
         return
-    text = f"Not one attempt is solved, although {answered:.0%} of the episodes end with an answer"
-    first = next(iter(run.records[0].trajectory.rewards), "") if run.records else ""
-    parts = {name for record in run.records for name in record.trajectory.rewards} - {first}
-    means = {name: _mean([record.trajectory.rewards.get(name, 0.0) for record in run.records]) for name in parts}
-    close = [f"{name} {mean:.2f}" for name, mean in sorted(means.items()) if mean > 0.1]
-    text += f"; other parts of the reward are not 0: {', '.join(close)}" if close else ""
-    remedy = "Score a correct answer by hand (ludus show RUN --step N), and run ludus env check ENV."
-    yield Finding("verifier", "fault" if close else "warn", text, remedy)
+    parts: dict[str, list[float]] = defaultdict(list)
+    for record in run.records:
+        for name, value in [*record.trajectory.rewards.items()][1:]:
+            parts[name].append(value)
+    close = ", ".join(f"{name} {mean(values):.2f}" for name, values in sorted(parts.items()) if mean(values) > 0.1)
+    yield _finding("close_answers" if close else "unsolved", answered=answered, parts=close)
 
 
 def check_reward(run: RunData) -> Iterator[Finding]:
@@ -188,91 +166,65 @@ def check_reward(run: RunData) -> Iterator[Finding]:
     for part in sorted({name for record in run.records for name in record.trajectory.rewards}):
         values = {record.trajectory.rewards.get(part, 0.0) for record in run.records}
         if len(values) == 1 and len(run.records) > 1:
-            remedy = "Check its rule, or remove it."
-            yield Finding("reward", "note", f"The part {part} is {values.pop():g} in every rollout read", remedy)
-    outcome, shaping = [], []
-    for group in run.groups:
-        outcome.append(_std([*map(_first_part, group)]))
-        shaping.append(_std([r.trajectory.reward - _first_part(r) for r in group]))
-    if shaping and _mean(shaping) > max(_mean(outcome), 1e-3):
-        text = f"Shaping moves the reward by {_mean(shaping):.2g} in a group, the outcome by {_mean(outcome):.2g}"
-        yield Finding("reward", "warn", text, "Lower the weights of the other parts (rewards.weights).")
+            yield _finding("constant_part", part=part, value=values.pop())
+    outcome = mean([std([*map(_first_part, group)]) for group in run.groups])
+    shaping = mean([std([r.trajectory.reward - _first_part(r) for r in group]) for group in run.groups])
+    if run.groups and shaping > max(outcome, 1e-3):
+        yield _finding("large_shaping", shaping=shaping, outcome=outcome)
     cut = [r.trajectory.reward for r in run.records if r.trajectory.stop_reason in _CUT]
-    ended = [r.trajectory.reward for r in run.records if r.trajectory.stop_reason is StopReason.ANSWERED]
-    if len(cut) > 0.05 * len(run.records) and _mean(cut) > 0.5 * max(_mean(ended), 0.1):
-        text = f"Truncated episodes are rewarded: {_mean(cut):.2f} on average, answered ones {_mean(ended):.2f}"
-        yield Finding("reward", "fault", text, "Give 0 to episodes whose stop_reason is truncated or max_tokens.")
-    pairs = [pair for group in run.groups for pair in _centred(group, _length, _reward)]
-    solved = [pair for group in run.groups for pair in _centred(group, _length, _first_part)]
-    if (value := _correlation(pairs)) > max(_LARGE, (own := _correlation(solved)) + 0.3):
-        text = f"The reward prefers long answers: correlation {value:.2f} in groups, that of the outcome {own:.2f}"
-        yield Finding("reward", "warn", text, "Check judges for a preference for length; set rewards.length.kind.")
+    ended = mean([r.trajectory.reward for r in run.records if r.trajectory.stop_reason is StopReason.ANSWERED])
+    if len(cut) > 0.05 * len(run.records) and mean(cut) > 0.5 * max(ended, 0.1):
+        yield _finding("rewarded_truncation", cut=mean(cut), ended=ended)
+    value, own = (_correlation(run.groups, _length, other) for other in (_reward, _first_part))
+    if value > max(_LARGE, own + 0.3):
+        yield _finding("preferred_length", value=value, own=own)
 
 
 def check_loss(run: RunData) -> Iterator[Finding]:
     """Loss mask, sign of the advantages, learning rate, unchanged weights, gradient clipping."""
     if not run.config.training.mask_observations:
-        text = "Observations are in the loss (training.mask_observations = false)"
-        yield Finding("loss mask", "fault", text, "Set training.mask_observations to true.")
-    pairs = [pair for group in run.groups for pair in _centred(group, _reward, lambda record: record.advantage or 0.0)]
-    if (value := _correlation(pairs)) < -0.1:
-        text = f"Advantages have the opposite sign of the rewards (correlation {value:.2f} in groups)"
-        yield Finding("advantages", "fault", text, "Check the sign of a custom advantage or reward.")
+        yield _finding("trained_observations")
+    if (value := _correlation(run.groups, _reward, lambda record: record.advantage or 0.0)) < -0.1:
+        yield _finding("opposite_advantages", value=value)
     rates, norms = run.recent("optim/learning_rate"), run.recent("optim/grad_norm")
     if rates and not any(rates):
-        yield Finding("learner", "fault", "The learning rate is 0", "Set training.learning_rate.")
+        yield _finding("no_learning_rate")
     elif len(kls := run.recent("policy/kl_reference")) >= 5 and max(map(abs, kls)) < 1e-9 and any(norms):
-        text = f"The policy equals the initial one after {len(run.rows)} steps (policy/kl_reference is 0)"
-        yield Finding("learner", "fault", text, "Check that the trained weights reach the engine and are not frozen.")
+        yield _finding("unchanged_policy", steps=len(run.rows))
     limit = run.config.training.max_grad_norm
     if norms and sum(norm > limit for norm in norms) > 0.9 * len(norms):
-        text = f"The gradient is clipped in nearly every step (norm {_mean(norms):.3g}, limit {limit:g})"
-        yield Finding("learner", "note", text, "Lower training.learning_rate or raise training.max_grad_norm.")
+        yield _finding("clipped_gradient", norm=mean(norms), limit=limit)
 
 
 def check_sampling(run: RunData) -> Iterator[Finding]:
     """Weights of the engine, temperature, equal attempts."""
-    tolerance = run.config.training.sync_tolerance or 1e-3
-    gaps = run.recent("sync/probe_gap")
-    if gaps and max(gaps) > tolerance:
-        text = f"The engine sampled with other weights than the learner's (sync/probe_gap {max(gaps):.3g})"
-        yield Finding("weight sync", "fault", text, "Check that the engine loads the weights that it receives.")
-    both = [row for row in run.rows if {"policy/entropy", "policy/sampled_entropy"} <= row.keys()][-_RECENT:]
-    entropy, sampled = ([row[name] for row in both] for name in ("policy/entropy", "policy/sampled_entropy"))
+    gap = max(run.recent("sync/probe_gap"), default=0.0)
+    if gap > (run.config.training.sync_tolerance or 1e-3):
+        yield _finding("stale_engine", gap=gap)
+    names = ("policy/entropy", "policy/sampled_entropy")
+    both = [row for row in run.rows if all(name in row for name in names)][-_RECENT:]
+    entropy, sampled = (mean([row[name] for row in both]) for name in names)
     on_policy = not any(run.recent("staleness/mean"))
-    if entropy and sampled and on_policy and abs(_mean(sampled) - _mean(entropy)) > max(0.1, _LARGE * _mean(entropy)):
-        nats = f"Sampled tokens have {_mean(sampled):.2f} nats, the policy's distribution {_mean(entropy):.2f}"
-        text = f"{nats}: they were not sampled from it"
-        remedy = "Check rollout.temperature, rollout.top_p and rollout.top_k against those of the engine."
-        yield Finding("sampling", "fault", text, remedy)
-    same = [len(set(map(_tokens, group))) == 1 for group in run.groups if len(group) > 1]
-    if same and run.config.rollout.temperature > 0 and _mean(same) > _LARGE:
-        text = f"All attempts are identical in {_mean(same):.0%} of the groups"
-        if (temperature := run.config.rollout.temperature) < _LOW_TEMPERATURE:
-            text += f": rollout.temperature is {temperature:g}"
-            yield Finding("temperature", "fault", text, "Set rollout.temperature to 1.")
-        else:
-            remedy = "Check the seeds and the temperature of the engine; see the entropy."
-            yield Finding("sampling", "warn", text, remedy)
+    if both and on_policy and abs(sampled - entropy) > max(0.1, _LARGE * entropy):
+        yield _finding("other_distribution", sampled=sampled, entropy=entropy)
+    share = mean([len(set(map(_tokens, group))) == 1 for group in run.groups if len(group) > 1])
+    if (temperature := run.config.rollout.temperature) > 0 and share > _LARGE:
+        name = "low_temperature" if temperature < _LOW_TEMPERATURE else "identical_attempts"
+        yield _finding(name, share=share, temperature=temperature)
 
 
 def check_groups(run: RunData) -> Iterator[Finding]:
     """Members lost to filters, difficulty of the tasks, number of tasks."""
     trained = [sum(r.outcome is RolloutOutcome.TRAINED for r in group) for group in run.groups]
-    alone = [count == 1 for group, count in zip(run.groups, trained, strict=True) if count and len(group) > 1]
-    if alone and _mean(alone) > 0.2:
-        text = f"A single attempt is trained in {_mean(alone):.0%} of the groups: a filter drops the others"
-        yield Finding("groups", "warn", text, "See the reasons in the ledger (ludus show RUN).")
-    for name, word, remedy in (
-        ("groups/solve_none", "unsolved", "Use easier tasks, or run a cold start first (ludus sft)."),
-        ("groups/solve_all", "solved in every attempt", "Use harder tasks."),
-    ):
-        if (values := run.recent(name)) and _mean(values) > 0.8:
-            yield Finding("groups", "warn", f"{_mean(values):.0%} of the groups are {word}", remedy)
+    alone = mean([count == 1 for group, count in zip(run.groups, trained, strict=True) if count and len(group) > 1])
+    if alone > 0.2:
+        yield _finding("single_attempts", share=alone)
+    for name in ("solve_none", "solve_all"):
+        if (share := mean(run.recent(f"groups/{name}"))) > 0.8:
+            yield _finding(name, share=share)
     tasks = {record.group for record in run.records}
     if 0 < len(tasks) < _FEW_TASKS < len(run.records):
-        text = f"The last steps train on {len(tasks)} tasks"
-        yield Finding("groups", "note", text, "Use more tasks, or expect overfitting.")
+        yield _finding("few_tasks", num=len(tasks))
 
 
 def check_failures(run: RunData) -> Iterator[Finding]:
@@ -281,15 +233,12 @@ def check_failures(run: RunData) -> Iterator[Finding]:
     if started and failed > 0.05 * started:
         reasons = Counter(r.reason for r in run.records if r.outcome is RolloutOutcome.FAILED)
         most = f", most often {reasons.most_common(1)[0][0]}" if reasons else ""
-        text = f"{failed / started:.0%} of the attempts end in an infrastructure failure{most}"
-        yield Finding("failures", "warn", text, "Read log.txt; raise rollout.tool_timeout_s for slow tools.")
-    if (values := run.recent("episode/stop/prompt_too_long")) and _mean(values) > 0.05:
-        text = f"{_mean(values):.0%} of the prompts do not fit"
-        yield Finding("failures", "warn", text, "Raise rollout.max_seq_len.")
+        yield _finding("infrastructure", share=failed / started, most=most)
+    if (share := mean(run.recent("episode/stop/prompt_too_long"))) > 0.05:
+        yield _finding("long_prompts", share=share)
     idle = [row for row in run.rows if "ledger/started" in row and not row.get("ledger/trained", 0.0)]
     if len(idle) > 0.2 * len(run.rows):
-        text = f"{len(idle)} of {len(run.rows)} steps trained on nothing"
-        yield Finding("failures", "warn", text, "See the ledger for the reasons (ludus show RUN).")
+        yield _finding("idle_steps", num=len(idle), steps=len(run.rows))
 
 
 def check_held_out(run: RunData) -> Iterator[Finding]:
@@ -297,22 +246,18 @@ def check_held_out(run: RunData) -> Iterator[Finding]:
     trained = {record.group for record in run.records}
     splits = {task.partition(":")[0] for task in trained} & set(run.config.evaluation.splits)
     if splits:
-        text = f"The run trains on tasks of the split {', '.join(sorted(splits))}, which is held out"
-        yield Finding("held-out", "fault", text, "Train on another split, or evaluate on another one.")
+        yield _finding("trained_split", splits=", ".join(sorted(splits)))
     elif shared := trained & {task for evaluation in run.evaluations for task in evaluation.task_ids}:
-        text = f"{len(shared)} tasks are in training and in an evaluation, such as {min(shared)}"
-        yield Finding("held-out", "fault", text, "Remove them from one of the two.")
+        yield _finding("shared_tasks", num=len(shared), task=min(shared))
     pairs = list(_before_and_after(run.evaluations))
     sampled = [after for _, after in pairs if after.plan.temperature == run.config.rollout.temperature]
     best = max((after.interval.high for after in sampled), default=1.0)
-    if (gap := _mean(run.recent("success/mean")) - best) > 0.1:
-        text = f"Training success is above held-out success, by {gap:.0%} or more on every split"
-        yield Finding("held-out", "warn", text, "Use more tasks; lower training.learning_rate or training.steps.")
+    if (gap := mean(run.recent("success/mean")) - best) > 0.1:
+        yield _finding("overfitting", gap=gap)
     for before, after in pairs:
-        gain = _gain(before, after)
+        plan, gain = after.plan, _gain(before, after)
         if gain is not None and gain.interval.high < 0:
-            text = f"{after.plan.split} at temperature {after.plan.temperature:g} became worse: {gain.difference:+.1%}"
-            yield Finding("held-out", "warn", text, "Resume the best checkpoint; see the findings above for the cause.")
+            yield _finding("worse", split=plan.split, temperature=plan.temperature, difference=gain.difference)
 
 
 def check_alarms(run: RunData) -> Iterator[Finding]:
@@ -349,24 +294,11 @@ def _tokens(record: RolloutRecord) -> tuple[int, ...]:
     return tuple(token for segment in record.trajectory.segments for token in segment.tokens)
 
 
-def _centred(
-    group: Sequence[RolloutRecord], a: Callable[[RolloutRecord], float], b: Callable[[RolloutRecord], float]
-) -> list[tuple[float, float]]:
-    """Return two values of each member, minus their means over the group."""
-    first, second = list(map(a, group)), list(map(b, group))
-    return [(x - _mean(first), y - _mean(second)) for x, y in zip(first, second, strict=True)]
-
-
-def _correlation(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return the correlation of centred pairs; 0 if one side is constant."""
-    size = math.sqrt(math.fsum(x * x for x, _ in pairs) * math.fsum(y * y for _, y in pairs))
-    return math.fsum(x * y for x, y in pairs) / size if size > 0 else 0.0
-
-
-def _mean(values: Sequence[float]) -> float:
-    return fmean(values) if values else 0.0
-
-
-def _std(values: Sequence[float]) -> float:
-    mean = _mean(values)
-    return math.sqrt(_mean([(value - mean) ** 2 for value in values]))
+def _correlation(
+    groups: Sequence[Sequence[RolloutRecord]], a: Callable[[RolloutRecord], float], b: Callable[[RolloutRecord], float]
+) -> float:
+    """Return the correlation of two values within groups; 0 if one of them is constant."""
+    sides = [[[value(r) for r in group] for group in groups] for value in (a, b)]
+    x, y = ([value - mean(own) for own in side for value in own] for side in sides)
+    size = math.sqrt(math.fsum(v * v for v in x) * math.fsum(v * v for v in y))
+    return math.fsum(v * w for v, w in zip(x, y, strict=True)) / size if size > 0 else 0.0

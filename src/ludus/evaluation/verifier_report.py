@@ -8,15 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 
 from ludus.envs.base import World
 from ludus.evaluation.env_audit import AuditEpisode, CheckPlan, CheckReport, Mark, run_agents
 from ludus.evaluation.scripted_agents import UNITS, Agent, AgentKind, actions_of, plain_answer, user_prompt
 from ludus.evaluation.stats import wilson
 from ludus.rewards.exact_match import ExpectedAnswers, normalise
-from ludus.tools.base import Tool
-from ludus.types import Action, Message, Task, Timings
+from ludus.types import Action, Message, Task, Timings, Trajectory
 
 MIN_TRIALS = 4
 """Minimum number of trials for a rate to affect a verdict."""
@@ -129,44 +127,43 @@ def form_of(text: str) -> str:
 
 async def _gradings(world: World, plays: Sequence[AuditEpisode], plan: CheckPlan) -> tuple[float, VerdictShare]:
     """Return the milliseconds per grading, and the share of trajectories whose reward differs between gradings."""
-    graded = [play for play in plays if play.environment is not None]
-    if graded:
+    if graded := [play for play in plays if play.environment is not None]:
         step = max(1, len(graded) / EPISODES)
-        spread = [graded[int(i * step)] for i in range(min(EPISODES, len(graded)))]
-        return await _graded_again(world, spread, plan)
-    unstable, seconds = 0, 0.0
-    plan.watch.phase("graded again", len(plays))
-    for play in plays:
-        if play.trajectory is not None:
-            plain = replace(play.trajectory, timings=Timings())
-            gradings = (plan.scoring.scored(world, None, play.task, plain) for _ in range(GRADINGS))
-            given = await asyncio.gather(*gradings)
-            unstable += any(one.rewards != given[0].rewards for one in given)
-            spent = sum(one.timings.grading_s for one in given)
-            seconds += spent
-            plan.watch.done(f"{1000 * spent / GRADINGS:.3g} ms per grading")
-    return 1000 * seconds / max(GRADINGS * len(plays), 1), VerdictShare(unstable, len(plays))
-
-
-async def _graded_again(world: World, plays: Sequence[AuditEpisode], plan: CheckPlan) -> tuple[float, VerdictShare]:
-    """Return the same as `_gradings` by sequential regrading, for environments that grade at the end."""
+        plays = [graded[int(i * step)] for i in range(min(EPISODES, len(graded)))]
     num = unstable = 0
+    seconds = 0.0
     plan.watch.phase("graded again", len(plays))
-    begin = time.perf_counter()
     for play in plays:
-        trajectory, changed = play.trajectory, False
-        for _ in range(REGRADINGS):
-            report = None if play.environment is None else await play.environment.grade_again()
-            if trajectory is None or report is None:
-                break
-            kept = [outcome for outcome in trajectory.outcomes if outcome.tool != report.tool]
-            left = replace(trajectory, outcomes=(*kept, report))
-            again = await plan.scoring.scored(world, None, play.task, left)
-            num += 1
-            changed |= again.rewards != trajectory.rewards
-        unstable += changed
-        plan.watch.done()
-    return 1000 * (time.perf_counter() - begin) / max(num, 1), VerdictShare(unstable, len(plays))
+        if play.trajectory is None:
+            continue
+        before, found, spent = await (_regraded if graded else _graded)(world, play, play.trajectory, plan)
+        unstable += any(one.rewards != before.rewards for one in found)
+        num, seconds = num + len(found), seconds + spent
+        plan.watch.done(f"{1000 * spent / max(1, len(found)):.3g} ms per grading")
+    return 1000 * seconds / max(num, 1), VerdictShare(unstable, len(plays))
+
+
+Gradings = tuple[Trajectory, Sequence[Trajectory], float]
+"""A trajectory to compare with, the graded ones, and their seconds."""
+
+
+async def _graded(world: World, play: AuditEpisode, trajectory: Trajectory, plan: CheckPlan) -> Gradings:
+    plain = replace(trajectory, timings=Timings())
+    found = await asyncio.gather(*(plan.scoring.scored(world, None, play.task, plain) for _ in range(GRADINGS)))
+    return found[0], found, sum(one.timings.grading_s for one in found)
+
+
+async def _regraded(world: World, play: AuditEpisode, trajectory: Trajectory, plan: CheckPlan) -> Gradings:
+    """Grade again one after the other, in an environment that grades at the end."""
+    begin, found = time.perf_counter(), []
+    for _ in range(REGRADINGS):
+        report = None if play.environment is None else await play.environment.grade_again()
+        if report is None:
+            break
+        kept = [outcome for outcome in trajectory.outcomes if outcome.tool != report.tool]
+        left = replace(trajectory, outcomes=(*kept, report))
+        found.append(await plan.scoring.scored(world, None, play.task, left))
+    return trajectory, found, time.perf_counter() - begin
 
 
 async def _speed(report: CheckReport, plan: CheckPlan, concurrency: int) -> float:
@@ -199,14 +196,10 @@ async def _replayed(report: CheckReport, plan: CheckPlan) -> VerdictShare:
 async def _paraphrased(report: CheckReport, plan: CheckPlan) -> VerdictShare:
     shown = [task for task in report.tasks if report.shown.get(task.id)]
     texts = [(task, text) for task in shown for text in _others(report.world, task)]
-    ways = _alternatives(report.world, shown[:EPISODES])
-    num = len(texts) + sum(map(len, ways))
+    ways = [(t, actions_of(way)) for t in shown[:EPISODES] for way in report.world.alternative_solutions(t)]
+    num = len(texts) + len(ways)
     plan.watch.phase("paraphrases", num)
-    accepted = await _num_accepted(report, texts, plan)
-    for turns in ways:
-        agent = Agent("alternative solution", AgentKind.ORACLE, "alternative solution", partial(_turns_of, turns))
-        (row,) = await run_agents(report.world, [task for task in shown if task.id in turns], [agent], plan)
-        accepted += row.num_successes
+    accepted = await _num_accepted(report, texts, plan) + await _num_rewarded(report, ways, plan)
     return VerdictShare(accepted, num)
 
 
@@ -246,25 +239,24 @@ def near_misses(task: Task, answer: str) -> list[str]:
 
 async def _num_accepted(report: CheckReport, texts: Sequence[tuple[Task, str]], plan: CheckPlan) -> int:
     """Count the accepted answers; each replaces the last turn of the known solution."""
-    accepted = 0
+    variants = []
     for task, text in texts:
         last = actions_of([Message(role="assistant", content=text)])
-        turns = {task.id: (*report.shown.get(task.id, ())[:-1], *last)}
-        agent = Agent("paraphrase", AgentKind.ORACLE, "paraphrases the answer", partial(_turns_of, turns))
-        (row,) = await run_agents(report.world, [task], [agent], plan)
-        accepted += row.num_successes
-    return accepted
+        variants.append((task, (*report.shown.get(task.id, ())[:-1], *last)))
+    return await _num_rewarded(report, variants, plan)
 
 
-def _alternatives(world: World, tasks: Sequence[Task]) -> list[Mapping[str, Sequence[Action]]]:
-    """Return alternative solutions by task id: one mapping for the first of each task, one for the second, etc."""
-    ways = {task.id: [actions_of(messages) for messages in world.alternative_solutions(task)] for task in tasks}
-    most = max(map(len, ways.values()), default=0)
-    return [{id_: found[n] for id_, found in ways.items() if len(found) > n} for n in range(most)]
+async def _num_rewarded(report: CheckReport, variants: Sequence[tuple[Task, Sequence[Action]]], plan: CheckPlan) -> int:
+    """Count the rewarded variants of solutions."""
+    semaphore = asyncio.Semaphore(plan.concurrency)
 
+    async def one(task: Task, turns: Sequence[Action]) -> int:
+        agent = Agent("variant", AgentKind.ORACLE, "a variant of the solution", lambda task, tools: turns)
+        async with semaphore:
+            (row,) = await run_agents(report.world, [task], [agent], plan)
+        return row.num_successes
 
-def _turns_of(turns: Mapping[str, Sequence[Action]], task: Task, tools: Sequence[Tool]) -> Sequence[Action]:
-    return turns[task.id]
+    return sum(await asyncio.gather(*(one(*variant) for variant in variants)))
 
 
 def _others(world: World, task: Task) -> list[str]:

@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from ludus.evaluation.analysis.behavior import AttemptedTask, mean_interval, measure_behavior, paired_change
+from ludus.evaluation.analysis.behavior import AttemptedTask, mean_amount, measure_behavior, paired_change
 from ludus.types import Message, Segment, StopReason, ToolOutcome, ToolStatus, Trajectory
 
 OK, RAISED = ToolStatus.OK, ToolStatus.RAISED
@@ -134,11 +134,11 @@ def test_malformed_calls_count_at_their_turn_position():
 
 def test_intervals_and_paired_changes_are_computed_over_tasks():
     a = {"x": 0.0, "y": 1.0, "z": 0.0}
-    interval = mean_interval("success", a)
+    interval = mean_amount("success", a).interval
     assert interval is not None
     assert 1 / 3 in interval
-    assert mean_interval("success", {"x": 1.0}) is None
-    assert mean_interval("calls", dict.fromkeys("xyz", 3.0)) is None
+    assert mean_amount("success", {"x": 1.0}).interval is None
+    assert mean_amount("calls", dict.fromkeys("xyz", 3.0)).interval is None
     change = paired_change("calls", {"x": 1.0, "y": 2.0, "z": 3.0}, {"x": 9.0, "y": 10.0, "w": 1.0})
     assert change == (8.0, None, 2)
     change = paired_change("calls", {"x": 1.0, "y": 2.0}, {"x": 11.0, "y": 22.0})

@@ -50,7 +50,7 @@ def overlap(texts, training, n=8):
 def test_overlap_finds_a_planted_copy_but_not_a_shared_template():
     training = [question(100), f"Once: {QUESTIONS[7].upper()} And more.", question(101)]
     found = overlap(QUESTIONS, training)
-    shares = found.shares()
+    shares = found.shares
     assert shares[7] == 1.0
     assert shares.sum() == 1.0
     assert found.examples[7] == "text 1"
@@ -59,21 +59,21 @@ def test_overlap_finds_a_planted_copy_but_not_a_shared_template():
 
 def test_overlap_of_partial_quote_is_fractional_and_of_reordering_zero():
     part = " ".join(f"{letter}3" for letter in LETTERS[:9])
-    shares = overlap(QUESTIONS, [part]).shares()
+    shares = overlap(QUESTIONS, [part]).shares
     assert shares[3] == pytest.approx(2 / 14)  # 2 of the 14 passages of 8 words that contain a word of the question
     mixed = " ".join(f"{letter}3" for letter in reversed(LETTERS))
-    assert overlap(QUESTIONS, [mixed]).shares().sum() == 0
+    assert sum(overlap(QUESTIONS, [mixed]).shares) == 0
 
 
 def test_short_tasks_match_as_a_whole_and_template_tasks_are_unchecked():
     found = overlap(["What is 3 + 4?", "What is 5 + 4?", "", question(1)], ["... what is 3 4 and", "What is 5"], n=13)
-    assert found.shares().tolist() == [1.0, 0.0, 0.0, 0.0]
+    assert found.shares == [1.0, 0.0, 0.0, 0.0]
     assert found.index.sizes.tolist()[:3] == [1, 1, 0]
     assert NgramIndex(["same words"] * 3, 8).sizes.tolist() == [0, 0, 0]
 
 
 def test_duplicate_training_texts_do_not_increase_the_overlap_share():
-    assert overlap(QUESTIONS, [QUESTIONS[0], QUESTIONS[0]]).shares()[0] == 1.0
+    assert overlap(QUESTIONS, [QUESTIONS[0], QUESTIONS[0]]).shares[0] == 1.0
 
 
 def test_nearest_training_task_shares_the_most_ngrams():

@@ -69,8 +69,8 @@ def test_context_tokens_count_the_full_context_of_each_turn():
 
 def test_totals_are_divided_by_tasks_and_by_solved_tasks():
     cost = measure_cost(EPISODES, 3, price=TokenPrice(1.0, 10.0))
-    assert cost == EvaluationCost(4, 3, 8 * 9, 8 * 3, 8, 16, 16.0, TokenPrice(1.0, 10.0))
-    assert cost.money == pytest.approx((72 * 1 + 24 * 10) / 1e6)
+    totals = {"prompt_tokens": 8 * 9, "completion_tokens": 8 * 3, "calls": 8, "turns": 16, "seconds": 16.0}
+    assert cost == EvaluationCost(4, 3, totals | {"money": pytest.approx((72 * 1 + 24 * 10) / 1e6)})
     assert (cost.per_task()["prompt_tokens"], cost.per_solved()["prompt_tokens"]) == (18, 24)
     assert measure_cost(EPISODES, 0).per_solved()["calls"] is None
     assert "money" not in measure_cost(EPISODES, 3).per_task()
@@ -79,9 +79,10 @@ def test_totals_are_divided_by_tasks_and_by_solved_tasks():
 def test_incomplete_endpoint_usage_makes_cost_unknown_but_counts_turns():
     episodes = [episode(1, segments=())]
     told = measure_cost(episodes, 1, TokenUsage(30, 5, 2, 2), TokenPrice(1.0, 1.0))
-    assert (told.prompt_tokens, told.completion_tokens, told.turns) == (30, 5, 2)
+    names = ("prompt_tokens", "completion_tokens", "money", "turns")
+    assert [told.totals[name] for name in names] == [30, 5, 35e-6, 2]
     silent = measure_cost(episodes, 1, TokenUsage(30, 5, 2, 1), TokenPrice(1.0, 1.0))
-    assert (silent.prompt_tokens, silent.completion_tokens, silent.money, silent.turns) == (None, None, None, 2)
+    assert [silent.totals[name] for name in names] == [None, None, None, 2]
     assert format_cost(silent.per_task()["prompt_tokens"]) == "-"
 
 
@@ -102,7 +103,9 @@ def test_prices_are_read_by_the_name_of_the_model(tmp_path):
 
 @pytest.mark.parametrize("width", [60, 80])
 def test_evaluation_tables_truncate_no_numbers_in_console_or_markdown(width):
-    result = evaluated(EvaluationCost(4, 3, 123456789, 7654321, 4321, 1234, 98765.4, TokenPrice(2.5, 10)))
+    names = ("prompt_tokens", "completion_tokens", "calls", "turns", "seconds", "money")
+    numbers = (123456789, 7654321, 4321, 1234, 98765.4, 385.1)
+    result = evaluated(EvaluationCost(4, 3, dict(zip(names, numbers, strict=True))))
     data = evaluation_data(result)
     tables = list(evaluation_tables([result], ["won"]))
     file = io.StringIO()

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from ludus.errors import UserError
-from ludus.evaluation.probes.two_models import count_forks, forks_report, measure_swap, token_views, transfer_report
+from ludus.evaluation.probes.two_models import forks_report, measure_swap, token_views, transfer_report
 from small_worlds import RecordingWorld, call, make_scheduler, renderer, scripted
 from tests.evaluation.probes.scripted_policies import PLAN, number_in, text_of
 
@@ -28,13 +28,11 @@ def test_views_match_hand_computed_values():
 
 def test_fork_counts_match_hand_computed_values():
     base, trained = views(SURE, UNSURE, SURE, SURE), views(SURE, [0.0, 2.0, 0.0], SURE, SURE)
-    counts = count_forks(base, trained)
-    assert (counts.tokens, counts.forks) == (4, 1)
-    assert counts.entropy_at_forks == pytest.approx(float(base.entropy[1]))
-    assert counts.entropy_elsewhere == pytest.approx(3 * float(base.entropy[0]))
     report = forks_report(["a", "b"], [(base, trained)] * 2, renderer().tokenizer, 0)
     rows = {row["measure"]: row["mean over tasks"].value for row in report.rows}
     assert rows["tokens that are forks"] == 0.25
+    assert rows["entropy at forks, nats"] == pytest.approx(float(base.entropy[1]))
+    assert rows["entropy elsewhere, nats"] == pytest.approx(float(base.entropy[0]))
     assert rows["difference, nats"] == pytest.approx(float(base.entropy[1] - base.entropy[0]))
     assert report.notes[0] == "2 of 8 sampled tokens are forks, in 2 of 2 episodes."
     assert "(2)" in report.notes[2]

@@ -8,20 +8,20 @@ import json
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from pathlib import Path
 
 from ludus.cli.evaluate.eval import EvalBackend, check_arguments, check_world, evaluation_config, open_backend
-from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
+from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table, write_result_files
 from ludus.cli.ui.terminal import announce, make_console, print_line, print_text
 from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.envs.registry import closing
-from ludus.errors import StorageError, UserError
+from ludus.errors import UserError
 from ludus.evaluation.probes.counterfactuals import measure_counterfactuals
 from ludus.evaluation.probes.endpoint import diagnose_endpoint
 from ludus.evaluation.probes.episodes import ProbePlan
 from ludus.evaluation.probes.report import Measured, ProbeReport
 from ludus.evaluation.probes.scaling import measure_scaling
+from ludus.rollouts.rollout_files import replaced_file
 from ludus.training.run.run_dir import RunFolder
 
 TASKS, SAMPLES = 32, 8
@@ -144,9 +144,12 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print_text(console, note)
     if args.run is not None:
         path = RunFolder(args.run).probes / f"{args.kind}-step-{step:06d}.json"
-        path.parent.mkdir(exist_ok=True)
-        write_report(report, path, None)
-    write_report(report, args.json, args.markdown)
+        with replaced_file(path) as file:
+            file.write(json.dumps(report.to_json(), indent=1).encode() + b"\n")
+        print_line(console, f"Written: {path}")
+    write_result_files(args, report.to_json(), [report.table])
+    for path in filter(None, (args.json, args.markdown)):
+        print_line(console, f"Written: {path}")
     return int(report.failed)
 
 
@@ -193,14 +196,3 @@ def report_table(report: ProbeReport) -> FittedTable:
         for row in report.rows
     ]
     return make_table([TableColumn(name, wrap=True) for name in report.rows[0]], cells, report.title)
-
-
-def write_report(report: ProbeReport, as_json: Path | None, as_markdown: Path | None) -> None:
-    """Write the report to files. Raises StorageError if one cannot be written."""
-    texts = {as_json: json.dumps(report.to_json(), indent=1) + "\n", as_markdown: report.table.to_markdown() + "\n"}
-    for path, text in ((path, text) for path, text in texts.items() if path is not None):
-        try:
-            path.write_text(text, "utf-8")
-        except OSError as error:
-            raise StorageError(f"{path} cannot be written: {error.strerror}.", "Choose another file.") from error
-        print_line(make_console(), f"Written: {path}")

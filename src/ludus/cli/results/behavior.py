@@ -18,14 +18,15 @@ from ludus.evaluation.analysis.behavior import (
     AMOUNTS,
     MEASURES,
     RETRIEVAL_TOOLS,
+    Amount,
     AttemptedTask,
     ByTask,
-    mean_interval,
+    mean_amount,
     measure_behavior,
     paired_change,
 )
 from ludus.evaluation.comparison import StoredEvaluation, load_stored, newest_evaluations
-from ludus.evaluation.stats import Interval
+from ludus.evaluation.tables import format_rate
 from ludus.rewards.base import success
 from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.rollouts.rollout_files import read_rollouts
@@ -99,53 +100,45 @@ def measure_file(file: Path, world: World) -> dict[str, ByTask]:
 
 
 def _behavior_table(found: Behavior) -> FittedTable:
-    known = {name: values for name, values in found.items() if values}
-    rows = [(name, format_amount(name, *_mean(name, v)), len(v), MEASURES[name]) for name, v in known.items()]
+    means = [(name, mean_amount(name, values)) for name, values in found.items() if values]
+    rows = [(name, format_amount(name, one), one.num_tasks, MEASURES[name]) for name, one in means]
     columns = ("measure", "mean", TableColumn("tasks", 1), TableColumn("counts", 2, wrap=True))
     return make_table(columns, rows, "Behavior, with 95 % intervals over tasks")
 
 
 def _change_table(a: Behavior, b: Behavior) -> FittedTable:
     rows = []
-    for name in MEASURES:
-        change = paired_change(name, a[name], b[name])
-        if change is None:
-            continue
-        means = (format_amount(name, *_mean(name, one[name])) for one in (a, b))
-        rows.append((name, *means, format_amount(name, change[0], change[1], sign="+"), change[2]))
+    for name, change in _changes(a, b).items():
+        means = (format_amount(name, mean_amount(name, one[name])) for one in (a, b))
+        rows.append((name, *means, format_amount(name, change, sign="+"), change.num_tasks))
     columns = ("measure", TableColumn("A", 2), TableColumn("B", 2), "B - A", TableColumn("tasks", 1))
     return make_table(columns, rows, "Behavior, with 95 % intervals over tasks; differences over common tasks")
 
 
-def _mean(name: str, values: ByTask) -> tuple[float, Interval | None]:
-    return sum(values.values()) / len(values), mean_interval(name, values)
+def _changes(a: Behavior, b: Behavior) -> dict[str, Amount]:
+    changes = ((name, paired_change(name, a[name], b[name])) for name in MEASURES)
+    return {name: change for name, change in changes if change is not None}
 
 
-def format_amount(name: str, mean: float, interval: Interval | None, sign: str = "") -> str:
+def format_amount(name: str, one: Amount, sign: str = "") -> str:
     """Format a mean with its interval: shares in per cent, amounts with one decimal."""
-    numbers = [mean, *((interval.low, interval.high) if interval else ())]
     kind = f"{sign},.1f" if name in AMOUNTS else f"{sign}.1%"
-    first, *bounds = (format(number, kind) for number in numbers)
-    return f"{first} [{bounds[0]}, {bounds[1]}]" if bounds else first
+    return format(one.value, kind) if one.interval is None else format_rate(one.value, one.interval, kind)
 
 
 def _behavior_data(found: Sequence[Behavior], files: Sequence[Path]) -> dict[str, object]:
     runs = []
     for behavior, file in zip(found, files, strict=True):
-        measures = {}
-        for name, values in behavior.items():
-            if values:
-                mean, interval = _mean(name, values)
-                measures[name] = {"mean": mean, **_bounds(interval), "tasks": len(values), "by_task": dict(values)}
+        known = {name: values for name, values in behavior.items() if values}
+        means = {name: _data("mean", mean_amount(name, values)) for name, values in known.items()}
+        measures = {name: means[name] | {"by_task": dict(values)} for name, values in known.items()}
         runs.append({"file": str(file), "measures": measures})
     data: dict[str, object] = {"runs": runs}
     if len(found) == 2:
-        changes = {name: paired_change(name, found[0][name], found[1][name]) for name in MEASURES}
-        data["differences"] = {
-            name: {"difference": one[0], **_bounds(one[1]), "tasks": one[2]} for name, one in changes.items() if one
-        }
+        data["differences"] = {name: _data("difference", one) for name, one in _changes(*found).items()}
     return data
 
 
-def _bounds(interval: Interval | None) -> dict[str, float]:
-    return {"low": interval.low, "high": interval.high} if interval else {}
+def _data(name: str, one: Amount) -> dict[str, object]:
+    bounds = {"low": one.interval.low, "high": one.interval.high} if one.interval else {}
+    return {name: one.value, **bounds, "tasks": one.num_tasks}

@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
-from typing import NamedTuple
 
 from ludus.cli.arguments import run_config
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table, write_result_files
@@ -37,15 +36,6 @@ MAX_SHOWN = 5
 """Number of tasks in the table of examples; files contain all."""
 
 
-class SourceShares(NamedTuple):
-    """The share of each task's n-grams that occur in a source, and the text with most of them, [T]."""
-
-    source: str
-    n: int
-    shares: list[float]
-    examples: list[str]
-
-
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the tables; return 0 also if tasks are contaminated."""
     if min(args.ngrams) < 1 or args.dialogues < 0:
@@ -62,14 +52,14 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise UserError(f"The tasks of the evaluation are not in the split {split!r}.", "Was the world changed?")
     texts = list(map(task_text, tasks))
     indices = [NgramIndex(texts, n) for n in dict.fromkeys(args.ngrams)]
-    found: list[SourceShares] = []
+    found: list[SourceOverlap] = []
     for name, source in training_texts(folder, config, world, args.dialogues).items():
         announce(f"Reading {name} ...")
-        overlaps = [SourceOverlap(index) for index in indices]
+        overlaps = [SourceOverlap(index, name) for index in indices]
         for text in source:
             for overlap in overlaps:
                 overlap.add(text)
-        found += [SourceShares(name, one.index.n, one.shares().tolist(), one.examples) for one in overlaps]
+        found += overlaps
     nearest = nearest_tasks(NgramIndex(texts, SIMILARITY_NGRAM), _task_texts(world))
     tables, console = [_source_table(split, found), _example_table(tasks, found, nearest)], make_console()
     for table in tables:
@@ -113,9 +103,9 @@ def _dialogue_texts(config: Config, world: World, most: int) -> Iterator[NamedTe
         yield NamedText(f"dialogue {number}", text)
 
 
-def _source_table(split: str, found: Sequence[SourceShares]) -> FittedTable:
+def _source_table(split: str, found: Sequence[SourceOverlap]) -> FittedTable:
     rows = (
-        (one.source, one.n, sum(s > 0 for s in one.shares), sum(s >= COPIED for s in one.shares), len(one.shares))
+        (one.source, one.index.n, sum(s > 0 for s in one.shares), sum(s >= COPIED for s in one.shares), len(one.shares))
         for one in found
     )
     columns = ("found in", "n", "any n-gram", f"{COPIED:.0%} of them", TableColumn("tasks", 1))
@@ -123,22 +113,22 @@ def _source_table(split: str, found: Sequence[SourceShares]) -> FittedTable:
 
 
 def _example_table(
-    tasks: Sequence[Task], found: Sequence[SourceShares], nearest: Sequence[tuple[float, str]]
+    tasks: Sequence[Task], found: Sequence[SourceOverlap], nearest: Sequence[tuple[float, str]]
 ) -> FittedTable:
     rows = []
     for i, (task, (similarity, name)) in enumerate(zip(tasks, nearest, strict=True)):
-        share, example = max((one.shares[i], one.examples[i]) for one in found if one.n == found[0].n)
+        share, example = max((one.shares[i], one.examples[i]) for one in found if one.index is found[0].index)
         rows.append((share, similarity, (task.id, f"{share:.0%}", example, f"{similarity:.2f}", name)))
     where, nearest_task = (TableColumn(name, 1, wrap=True) for name in ("in", "nearest training task"))
-    columns = (TableColumn("task", wrap=True), f"{found[0].n}-grams found", where, "similarity", nearest_task)
+    columns = (TableColumn("task", wrap=True), f"{found[0].index.n}-grams found", where, "similarity", nearest_task)
     best = sorted(rows, key=lambda row: row[:2], reverse=True)[:MAX_SHOWN]
     return make_table(columns, [row[2] for row in best], "Tasks nearest to training texts")
 
 
-def _success_text(n: int, tasks: Sequence[Task], found: Sequence[SourceShares], result: Evaluation | None) -> str:
+def _success_text(n: int, tasks: Sequence[Task], found: Sequence[SourceOverlap], result: Evaluation | None) -> str:
     if result is None:
         return f"{n}-grams: the run has no evaluation of the split, so that success cannot be compared."
-    shares = [max(one) for one in zip(*(one.shares for one in found if one.n == n), strict=True)]
+    shares = [max(one) for one in zip(*(one.shares for one in found if one.index.n == n), strict=True)]
     kinds = {task.id: "contaminated" if share else "clean" for task, share in zip(tasks, shares, strict=True)}
     marks = tuple({"kind": kinds[name]} if name in kinds else {} for name in result.task_ids)
     parts = replace(result, tags=marks).by_tag()["kind"]
@@ -150,10 +140,10 @@ def _success_text(n: int, tasks: Sequence[Task], found: Sequence[SourceShares], 
 
 
 def _contamination_data(
-    tasks: Sequence[Task], found: Sequence[SourceShares], nearest: Sequence[tuple[float, str]]
+    tasks: Sequence[Task], found: Sequence[SourceOverlap], nearest: Sequence[tuple[float, str]]
 ) -> list[dict[str, object]]:
     data: list[dict[str, object]] = []
     for i, (task, (similarity, name)) in enumerate(zip(tasks, nearest, strict=True)):
-        sources = [{"source": o.source, "n": o.n, "share": o.shares[i], "example": o.examples[i]} for o in found]
+        sources = [{"source": o.source, "n": o.index.n, "share": o.shares[i], "example": o.examples[i]} for o in found]
         data.append({"task": task.id, "found": sources, "similarity": similarity, "nearest": name})
     return data

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, groupby
 from pathlib import Path
+from statistics import fmean
 from typing import TYPE_CHECKING
 
 from ludus.cli.arguments import run_config
@@ -242,7 +243,7 @@ def parts_table(replay: Replay) -> FittedTable:
     rows = []
     for name, pairs in named:
         sides = list(zip(*pairs, strict=True))
-        means = ["none" if {*side} == {None} else f"{_mean(v or 0.0 for v in side):.4f}" for side in sides]
+        means = ["none" if {*side} == {None} else f"{fmean(v or 0.0 for v in side):.4f}" for side in sides]
         rows.append((name, *means, sum(a != b for a, b in pairs)))
     columns = ("part", "mean as saved", "mean now", "changed rollouts")
     return make_table(columns, rows, "Rewards as saved and as scored now")
@@ -252,18 +253,13 @@ def _files_table(replay: Replay) -> FittedTable:
     rows: list[tuple[object, ...]] = []
     for (file, split), members in groupby(replay.rescored, key=lambda o: (o.file, o.now.tags.get("split"))):
         found = list(members)
-        rewards = (_mean(one.record.trajectory.reward for one in found), _mean(one.now.reward for one in found))
-        solved = (_mean(one.was_solved for one in found), _mean(one.is_solved for one in found))
+        rewards = (fmean(one.record.trajectory.reward for one in found), fmean(one.now.reward for one in found))
+        solved = (fmean(one.was_solved for one in found), fmean(one.is_solved for one in found))
         numbers = (f"{number:.4f}" for number in (*rewards, *solved))
         rows.append((file, split, len(found), *numbers, sum(one.was_solved != one.is_solved for one in found)))
     shown = (TableColumn("rollouts", 1), TableColumn("reward as saved", 2), TableColumn("reward now", 2))
     columns = ("file", "split", *shown, "success as saved", "success now", TableColumn("success changed", 1))
     return make_table(columns, rows, "By step or evaluation")
-
-
-def _mean(values: Iterable[float]) -> float:
-    found = list(values)
-    return sum(found) / len(found)
 
 
 def _changes_table(replay: Replay, num: int) -> FittedTable:

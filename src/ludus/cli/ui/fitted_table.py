@@ -14,7 +14,7 @@ from rich.table import Table
 from rich.text import Text
 
 from ludus.errors import UserError
-from ludus.evaluation.tables import markdown_rows
+from ludus.evaluation.tables import ReportTable, markdown_rows
 
 _TEXT_COLUMNS = 22
 """Minimum width of a column of text."""
@@ -135,7 +135,7 @@ def _wrapped(cell: str, width: int) -> Text:
     return Text("\n".join(wrapped))
 
 
-def write_result_files(args: argparse.Namespace, data: object, tables: Iterable[FittedTable]) -> None:
+def write_result_files(args: argparse.Namespace, data: object, tables: Iterable[FittedTable | ReportTable]) -> None:
     """Write the files that --json and --markdown name, replacing existing ones. Raises UserError for a failed write."""
     texts = {args.json: json.dumps(data, indent=1) + "\n"} if args.json is not None else {}
     if args.markdown is not None:

@@ -98,7 +98,7 @@ def _cost_table(results: Sequence[Evaluation]) -> FittedTable:
         for unit, numbers in (("task", result.cost.per_task()), ("solved task", result.cost.per_solved())):
             rows.append((*plan, unit, *map(format_cost, numbers.values())))
     details = (TableColumn("calls", 1), TableColumn("turns", 1), TableColumn("seconds", 2))
-    priced = any(result.cost is not None and result.cost.price for result in results)
+    priced = any(result.cost is not None and "money" in result.cost.totals for result in results)
     money = ("money",) if priced else ()
     columns = ("split", "sampling", "per", "tokens in", "tokens out", *details, *money)
     return make_table(columns, rows, "Cost; -: not reported")

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from itertools import zip_longest
+from typing import NamedTuple, TypedDict, cast
 
 import numpy as np
 
@@ -22,12 +23,26 @@ from ludus.evaluation.stats import Interval, bootstrap_mean, clustered_interval,
 from ludus.rewards.exact_match import normalise
 from ludus.types import Message, MessageToolCall, ToolStatus, Trajectory
 
-_DATA = tomllib.loads(resources.files(__package__).joinpath("behavior.toml").read_text("utf-8"))
-MEASURES: Mapping[str, str] = _DATA["measures"]
+
+class _Data(TypedDict):
+    measures: Mapping[str, str]
+    amounts: Sequence[str]
+    retrieval_tools: Sequence[str]
+    reflection: Sequence[str]
+    function_words: Sequence[str]
+
+
+def _read() -> _Data:
+    text = resources.files(__package__).joinpath("behavior.toml").read_text("utf-8")
+    return cast(_Data, tomllib.loads(text))
+
+
+_DATA = _read()
+MEASURES = _DATA["measures"]
 """Measures and what they count."""
-AMOUNTS: Sequence[str] = _DATA["amounts"]
+AMOUNTS = _DATA["amounts"]
 """Measures that are not shares in [0, 1]."""
-RETRIEVAL_TOOLS: Sequence[str] = _DATA["retrieval_tools"]
+RETRIEVAL_TOOLS = _DATA["retrieval_tools"]
 _FUNCTION_WORDS = frozenset(_DATA["function_words"])
 _REFLECTION = re.compile(rf"\b(?:{'|'.join(map(re.escape, _DATA['reflection']))})\b", re.IGNORECASE)
 _WORD = re.compile(r"\w+")
@@ -185,20 +200,28 @@ def _content_words(text: str) -> set[str]:
     return {word for word in _WORD.findall(text.lower()) if len(word) > 1} - _FUNCTION_WORDS
 
 
-def mean_interval(name: str, values: ByTask) -> Interval | None:
-    """Return the 95 % interval of the mean over tasks; None below 2 tasks and for equal, hence unbounded, amounts."""
+class Amount(NamedTuple):
+    """A mean over tasks, or a mean difference, with its 95 % interval, and the number of tasks."""
+
+    value: float
+    interval: Interval | None
+    num_tasks: int
+
+
+def mean_amount(name: str, values: ByTask) -> Amount:
+    """Return the mean over tasks; without interval below 2 tasks and for equal, hence unbounded, amounts."""
     numbers = list(values.values())
-    if len(numbers) < 2 or (name in AMOUNTS and len(set(numbers)) == 1):
-        return None
+    interval = None
     if name in AMOUNTS:
-        return bootstrap_mean(numbers, seed=0).interval
-    if set(numbers) <= {0.0, 1.0}:
-        return wilson(round(sum(numbers)), len(numbers))
-    return clustered_interval(numbers)
+        interval = bootstrap_mean(numbers, seed=0).interval if len(set(numbers)) > 1 else None
+    elif len(numbers) > 1:
+        is_binary = set(numbers) <= {0.0, 1.0}
+        interval = wilson(round(sum(numbers)), len(numbers)) if is_binary else clustered_interval(numbers)
+    return Amount(sum(numbers) / len(numbers), interval, len(numbers))
 
 
-def paired_change(name: str, a: ByTask, b: ByTask) -> tuple[float, Interval | None, int] | None:
-    """Return the mean of B minus A over the tasks of both, its 95 % interval, and their number; None below 2 tasks.
+def paired_change(name: str, a: ByTask, b: ByTask) -> Amount | None:
+    """Return the mean of B minus A over the tasks of both; None below 2 tasks.
 
     Amounts are scaled to [-1, 1] for `difference_interval`; the interval is None if all their differences are equal.
     """
@@ -208,6 +231,6 @@ def paired_change(name: str, a: ByTask, b: ByTask) -> tuple[float, Interval | No
     gaps = np.array([b[task] - a[task] for task in tasks])
     scale = float(np.abs(gaps).max()) if name in AMOUNTS else 1.0
     if name in AMOUNTS and (gaps == gaps[0]).all():
-        return float(gaps.mean()), None, len(tasks)
+        return Amount(float(gaps.mean()), None, len(tasks))
     interval = difference_interval(gaps / scale)
-    return float(gaps.mean()), Interval(interval.low * scale, interval.high * scale), len(tasks)
+    return Amount(float(gaps.mean()), Interval(interval.low * scale, interval.high * scale), len(tasks))

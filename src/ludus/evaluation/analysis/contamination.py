@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from hashlib import blake2b
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from ludus.diagnostics.behavior_metrics import message_text
+from ludus.diagnostics.behavior_metrics import message_text, passage_hashes
 from ludus.evaluation.scripted_agents import plain_answer
 from ludus.types import Message, Task
 
@@ -57,14 +57,9 @@ def _words(text: str) -> Hashes:
     return np.array([_word_hash(word) for word in _WORD.findall(text.lower())], np.int64)
 
 
-@lru_cache
-def _factors(n: int) -> Hashes:
-    return np.array([pow(0x9E3779B97F4A7C15, i, 2**62) for i in range(1, n + 1)], np.int64)
-
-
 def _ngrams(words: Hashes, n: int) -> Hashes:
-    """Return the distinct hashes of the passages of `n` words, [G]; products are modulo 2**64."""
-    return np.unique(np.convolve(words, _factors(n), "valid")) if 0 < n <= len(words) else _NONE
+    """Return the distinct hashes of the passages of `n` words, [G]."""
+    return np.unique(passage_hashes(words, n)) if 0 < n <= len(words) else _NONE
 
 
 class NgramIndex:
@@ -106,8 +101,8 @@ class NgramIndex:
 class SourceOverlap:
     """The n-grams of tasks that occur in a source of training texts."""
 
-    def __init__(self, index: NgramIndex) -> None:
-        self.index = index
+    def __init__(self, index: NgramIndex, source: str = "") -> None:
+        self.index, self.source = index, source
         self.examples = [""] * len(index.sizes)
         """Name of the text with most of a task's n-grams; empty if there is none."""
         self._seen: set[int] = set()
@@ -121,10 +116,11 @@ class SourceOverlap:
             for task in np.flatnonzero(counts > self._most):
                 self._most[task], self.examples[task] = counts[task], one.name
 
-    def shares(self) -> NDArray[np.float64]:
-        """Return the share of each task's n-grams that were found, [T]."""
-        found = self.index.per_task(np.array(sorted(self._seen), np.intp))
-        return found / np.maximum(1, self.index.sizes)
+    @cached_property
+    def shares(self) -> list[float]:
+        """The share of each task's n-grams that were found in all texts, [T]."""
+        found = self.index.per_task(np.array(sorted(self._seen), np.intp)) / np.maximum(1, self.index.sizes)
+        return [float(share) for share in found]
 
 
 def nearest_tasks(index: NgramIndex, training: Iterable[NamedText]) -> list[tuple[float, str]]:

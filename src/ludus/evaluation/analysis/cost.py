@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from ludus.errors import UserError
 from ludus.rollouts.openai_client import TokenUsage
 from ludus.rollouts.scheduler import Episode
-from ludus.types import Trajectory
+from ludus.types import Message, Trajectory
 
 _MILLION = 1_000_000
 
@@ -25,39 +25,15 @@ class TokenPrice:
 
 @dataclass(frozen=True, slots=True)
 class EvaluationCost:
-    """Totals over the episodes of an evaluation.
+    """Totals over the episodes of an evaluation by name, None if unknown; with a price also of `money`.
 
     `prompt_tokens` is the sum over turns of the tokens of the whole context, as servers count them; it ignores prefix
-    caches. `seconds` is the sum of the wall-clock times of the episodes. Tokens and seconds are None if unknown.
+    caches. `seconds` is the sum of the wall-clock times of the episodes.
     """
 
     num_tasks: int
     num_solved: int
-    prompt_tokens: int | None
-    completion_tokens: int | None
-    calls: int
-    turns: int
-    seconds: float | None = None
-    price: TokenPrice | None = None
-
-    @property
-    def money(self) -> float | None:
-        """Price of the tokens; None without a price or if the tokens are unknown."""
-        if self.price is None or self.prompt_tokens is None or self.completion_tokens is None:
-            return None
-        return (self.prompt_tokens * self.price.input + self.completion_tokens * self.price.output) / _MILLION
-
-    @property
-    def totals(self) -> dict[str, float | None]:
-        """The totals by name; `money` only with a price."""
-        money = {} if self.price is None else {"money": self.money}
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "calls": self.calls,
-            "turns": self.turns,
-            "seconds": self.seconds,
-        } | money
+    totals: Mapping[str, float | None]
 
     def per_task(self) -> dict[str, float | None]:
         return self._per(self.num_tasks)
@@ -78,21 +54,21 @@ def measure_cost(
     `usage` has the counts of an endpoint, without tokens in trajectories; unknown if it left out any of them.
     """
     trajectories = [episode.trajectory for episode in episodes]
-    if usage is None:
-        pairs = [context_tokens(trajectory) for trajectory in trajectories]
-        tokens: tuple[int | None, int | None] = (sum(p for p, _ in pairs), sum(c for _, c in pairs))
-    else:
-        complete = usage.num_counted == usage.num_answers
-        tokens = (usage.prompt_tokens, usage.completion_tokens) if complete else (None, None)
-    return EvaluationCost(
-        len({episode.task.id for episode in episodes}),
-        num_solved,
-        *tokens,
-        sum(len(t.call_outcomes) for t in trajectories),
-        sum(map(num_turns, episodes)),
-        sum(t.timings.total_s for t in trajectories),
-        price,
-    )
+    pairs = [context_tokens(trajectory) for trajectory in trajectories]
+    prompt, sampled = sum(tokens for tokens, _ in pairs), sum(tokens for _, tokens in pairs)
+    if usage is not None:
+        prompt, sampled = usage.prompt_tokens, usage.completion_tokens
+    known = usage is None or usage.num_counted == usage.num_answers
+    totals: dict[str, float | None] = {
+        "prompt_tokens": prompt if known else None,
+        "completion_tokens": sampled if known else None,
+        "calls": sum(len(t.call_outcomes) for t in trajectories),
+        "turns": sum(num_turns(episode.trajectory, episode.task.prompt) for episode in episodes),
+        "seconds": sum(t.timings.total_s for t in trajectories),
+    }
+    if price is not None:
+        totals["money"] = (prompt * price.input + sampled * price.output) / _MILLION if known else None
+    return EvaluationCost(len({episode.task.id for episode in episodes}), num_solved, totals)
 
 
 def context_tokens(trajectory: Trajectory) -> tuple[int, int]:
@@ -109,9 +85,8 @@ def context_tokens(trajectory: Trajectory) -> tuple[int, int]:
     return prompt, sampled
 
 
-def num_turns(episode: Episode) -> int:
-    """Return the number of assistant turns, also of an endpoint's episode, which has no segments."""
-    trajectory, prompt = episode.trajectory, episode.task.prompt
+def num_turns(trajectory: Trajectory, prompt: Sequence[Message] = ()) -> int:
+    """Return the number of sampled turns, also of a trajectory without tokens, whose messages begin with `prompt`."""
     if trajectory.segments:
         return trajectory.num_turns
     turns, shown = (sum(message["role"] == "assistant" for message in part) for part in (trajectory.messages, prompt))

@@ -23,7 +23,7 @@ from ludus.evaluation.probes.episodes import (
     succeeded,
     with_sessions,
 )
-from ludus.evaluation.probes.report import Cell, Measured, ProbeReport, difference, mean_over_tasks
+from ludus.evaluation.probes.report import Cell, Measured, ProbeReport, compared, mean_over_tasks
 from ludus.rollouts.scheduler import Scheduler
 from ludus.types import Segment, StopReason, Trajectory
 
@@ -102,8 +102,7 @@ async def measure_faithfulness(
     variants = {f"{share:.0%}": {task: one.cut(share) for task, one in found.items()} for share in SHARES}
     variants[OTHER] = {task: other.tokens for task, other in zip(found, others, strict=True)}
     before = {task: succeeded(scheduler, one) for task, one in original.items()}
-    base = mean_over_tasks(before)
-    rows: list[dict[str, Cell]] = [{"reasoning": "unmodified", "success": base, "difference": None, "agreement": None}]
+    rows: list[dict[str, Cell]] = [{"reasoning": "unmodified", **compared(before, None), "agreement": None}]
     agreements = {}
     for name, tokens in variants.items():
         forced = {task: found[task].with_tokens(tokens[task]) for task in found}
@@ -111,8 +110,7 @@ async def measure_faithfulness(
         after = {task: succeeded(scheduler, one) for task, one in again.items()}
         same = {task: float(answer_key(one) == answer_key(original[task])) for task, one in again.items()}
         agreements[name] = mean_over_tasks(same)
-        cells = {"success": mean_over_tasks(after), "difference": difference(after, before)}
-        rows.append({"reasoning": name, **cells, "agreement": agreements[name]})
+        rows.append({"reasoning": name, **compared(after, before), "agreement": agreements[name]})
     counts = f"{len(found)} of {len(plan.tasks)} episodes end with an answer after reasoning."
     title = "Answers after part of the reasoning of the answering turn"
     return ProbeReport("faithfulness", title, rows, (counts, verdict(agreements)))

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from ludus.errors import UserError
 from ludus.evaluation.probes.episodes import MakeScheduler, ProbePlan, play, success_rates
-from ludus.evaluation.probes.report import Cell, ProbeReport, difference, mean_over_tasks
+from ludus.evaluation.probes.report import Cell, ProbeReport, compared
 from ludus.evaluation.scripted_agents import user_prompt
 from ludus.types import Message, Task
 
@@ -65,11 +65,10 @@ async def measure_paraphrase(make: MakeScheduler, plan: ProbePlan, prompts: Mapp
     else:
         texts = {"paraphrase": prompts}
     before = await _success(make, replace(plan, tasks=tasks))
-    base = mean_over_tasks(before)
-    rows: list[dict[str, Cell]] = [{"prompt": "original", "success": base, "difference": None}]
+    rows: list[dict[str, Cell]] = [{"prompt": "original", **compared(before, None)}]
     for name, of_task in texts.items():
         after = await _success(make, replace(plan, tasks=[with_prompt(task, of_task[task.id]) for task in tasks]))
-        rows.append({"prompt": name, "success": mean_over_tasks(after), "difference": difference(after, before)})
+        rows.append({"prompt": name, **compared(after, before)})
     note = f"{len(tasks)} tasks, {plan.samples} attempts each; differences are paired by task."
     return ProbeReport("paraphrase", "Success with other wordings of the prompt", rows, (note,))
 

@@ -101,6 +101,11 @@ def difference(after: Scores, before: Scores, *, percent: bool = True) -> Measur
     return Measured(found.difference, found.interval, signed=True, percent=percent)
 
 
+def compared(after: Scores, before: Scores | None, name: str = "difference") -> dict[str, Cell]:
+    """Return the cells of a success, and of its paired difference to another one."""
+    return {"success": mean_over_tasks(after), name: None if before is None else difference(after, before)}
+
+
 def check_tasks_suffice(tasks: Sequence[object]) -> None:
     """Raise UserError for fewer than 2 tasks, which have no interval."""
     if len(tasks) < 2:

@@ -13,12 +13,12 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import combinations
-from statistics import fmean
 
+from ludus.diagnostics.metrics import mean
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import powers_of_two
 from ludus.evaluation.probes.episodes import MakeScheduler, ProbePlan, answer_key, check_samples, play, succeeded
-from ludus.evaluation.probes.report import Cell, ProbeReport, difference, mean_over_tasks
+from ludus.evaluation.probes.report import Cell, ProbeReport, compared
 from ludus.evaluation.stats import pass_at_k
 from ludus.rollouts.trees import mean_surprisal
 from ludus.types import Trajectory
@@ -76,19 +76,18 @@ def scaling_rows(attempts: Attempts) -> list[dict[str, Cell]]:
     powers = range(min(tokens).bit_length(), (max(tokens) - 1).bit_length() + 1) if tokens else ()
     limits, turns = [2**power for power in powers], range(1, max(one.turns for one in every) + 1)
     budgets: dict[str, tuple[Method, Sequence[int]]] = {
-        "turns at most": (lambda own, most: _mean([one.success * (one.turns <= most) for one in own]), turns),
-        "tokens at most": (lambda own, most: _mean([one.success * ((one.tokens or 0) <= most) for one in own]), limits),
+        "turns at most": (lambda own, most: mean([one.success * (one.turns <= most) for one in own]), turns),
+        "tokens at most": (lambda own, most: mean([one.success * ((one.tokens or 0) <= most) for one in own]), limits),
         "majority of": (majority, sizes if any(one.answer for one in every) else ()),
         "best of": (best_of, sizes if tokens else ()),
         "any of (pass@k)": (lambda own, num: pass_at_k(len(own), round(sum(one.success for one in own)), num), sizes),
     }
-    alone = {task: _mean([one.success for one in found]) for task, found in attempts.items()}
+    alone = {task: mean([one.success for one in found]) for task, found in attempts.items()}
     rows: list[dict[str, Cell]] = []
     for name, (method, chosen) in budgets.items():
         for budget in chosen:
             scores = {task: method(found, budget) for task, found in attempts.items()}
-            cells = {"success": mean_over_tasks(scores), "difference": difference(scores, alone)}
-            rows.append({"method": name, "budget": budget, **cells})
+            rows.append({"method": name, "budget": budget, **compared(scores, alone)})
     return rows
 
 
@@ -102,16 +101,16 @@ def best_of(attempts: Sequence[ScoredAttempt], num: int) -> float:
     for one in ranked:
         by_score.setdefault(one.score, []).append(one.success)
     weights = [math.comb(rank, num - 1) for rank in range(len(ranked))]
-    total = sum(weight * _mean(by_score[one.score]) for weight, one in zip(weights, ranked, strict=True))
+    total = sum(weight * mean(by_score[one.score]) for weight, one in zip(weights, ranked, strict=True))
     return total / math.comb(len(ranked), num)
 
 
 def majority(attempts: Sequence[ScoredAttempt], num: int) -> float:
     """Return the expected success of the most frequent answer among `num` attempts; ties have equal probability."""
     if math.comb(len(attempts), num) <= MAX_SUBSETS:
-        return _mean([vote(subset) for subset in combinations(attempts, num)])
+        return mean([vote(subset) for subset in combinations(attempts, num)])
     rng = random.Random(f"majority:{num}")
-    return _mean([vote(rng.sample(list(attempts), num)) for _ in range(MAX_SUBSETS)])
+    return mean([vote(rng.sample(list(attempts), num)) for _ in range(MAX_SUBSETS)])
 
 
 def vote(attempts: Sequence[ScoredAttempt]) -> float:
@@ -119,8 +118,4 @@ def vote(attempts: Sequence[ScoredAttempt]) -> float:
     counts = Counter(one.answer for one in attempts if one.answer)
     top = max(counts.values(), default=0)
     winners = [answer for answer, count in counts.items() if count == top]
-    return _mean([_mean([one.success for one in attempts if one.answer == answer]) for answer in winners])
-
-
-def _mean(values: Sequence[float]) -> float:
-    return fmean(values) if values else 0.0
+    return mean([mean([one.success for one in attempts if one.answer == answer]) for answer in winners])

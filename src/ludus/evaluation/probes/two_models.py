@@ -25,7 +25,7 @@ from ludus.chat.render import Tokenizer, decode_exactly
 from ludus.engines.base import Engine
 from ludus.errors import UserError
 from ludus.evaluation.probes.episodes import MakeScheduler, ProbePlan, needs_tokens, play, success_rates, with_sessions
-from ludus.evaluation.probes.report import Cell, ProbeReport, Scores, difference, mean_over_tasks
+from ludus.evaluation.probes.report import Cell, ProbeReport, Scores, compared, difference, mean_over_tasks
 from ludus.rollouts.episode import ChatSession, EngineChatSession
 from ludus.rollouts.scheduler import RolloutRequest
 from ludus.types import Action, Segment, StopReason, Trajectory
@@ -69,42 +69,26 @@ def teacher_forced(model: PreTrainedModel, segments: Sequence[Segment]) -> Token
     return TokenViews(found.top.cpu(), found.logprobs.cpu(), found.entropy.cpu())
 
 
-@dataclass(frozen=True, slots=True)
-class ForkCounts:
-    """Numbers of action tokens and forks of an episode, and its sums of entropy at forks and elsewhere, in nats."""
-
-    tokens: int
-    forks: int
-    entropy_at_forks: float
-    entropy_elsewhere: float
-
-
-def count_forks(base: TokenViews, trained: TokenViews) -> ForkCounts:
-    """Return the forks of an episode; entropies are those of the base model."""
-    differs = base.top != trained.top
-    at, elsewhere = (float(base.entropy[mask].sum()) for mask in (differs, ~differs))
-    return ForkCounts(len(differs), int(differs.sum()), at, elsewhere)
-
-
 def forks_report(
     tasks: Sequence[str], views: Sequence[tuple[TokenViews, TokenViews]], tokenizer: Tokenizer, seed: int
 ) -> ProbeReport:
     """Return rate and entropy of the forks; `views` are those of base and trained. UserError for fewer than 2 tasks."""
-    counts = {task: count_forks(*pair) for task, pair in zip(tasks, views, strict=True) if len(pair[0].top)}
-    if len(counts) < 2:
-        raise UserError(f"{len(counts)} tasks have sampled tokens, too few for an interval.", "Increase --tasks.")
-    rate = mean_over_tasks({task: one.forks / one.tokens for task, one in counts.items()})
-    forked = {task: one for task, one in counts.items() if 0 < one.forks < one.tokens}
-    at = {task: one.entropy_at_forks / one.forks for task, one in forked.items()}
-    elsewhere = {task: one.entropy_elsewhere / (one.tokens - one.forks) for task, one in forked.items()}
+    pairs = {task: pair for task, pair in zip(tasks, views, strict=True) if len(pair[0].top)}
+    if len(pairs) < 2:
+        raise UserError(f"{len(pairs)} tasks have sampled tokens, too few for an interval.", "Increase --tasks.")
+    masks = {task: base.top != trained.top for task, (base, trained) in pairs.items()}
+    rate = mean_over_tasks({task: int(mask.sum()) / len(mask) for task, mask in masks.items()})
+    forked = {task: (mask, pairs[task][0].entropy) for task, mask in masks.items() if mask.any() and not mask.all()}
+    at = {task: float(entropy[mask].sum()) / int(mask.sum()) for task, (mask, entropy) in forked.items()}
+    elsewhere = {task: float(entropy[~mask].sum()) / int((~mask).sum()) for task, (mask, entropy) in forked.items()}
     rows: list[dict[str, Cell]] = [{"measure": "tokens that are forks", "mean over tasks": rate}]
     if len(forked) > 1:
         for place, values in (("at forks", at), ("elsewhere", elsewhere)):
             mean = mean_over_tasks(values, percent=False, seed=seed)
             rows.append({"measure": f"entropy {place}, nats", "mean over tasks": mean})
         rows.append({"measure": "difference, nats", "mean over tasks": difference(at, elsewhere, percent=False)})
-    tokens, forks = sum(one.tokens for one in counts.values()), sum(one.forks for one in counts.values())
-    notes = [f"{forks:,} of {tokens:,} sampled tokens are forks, in {len(forked)} of {len(counts)} episodes."]
+    tokens, forks = sum(map(len, masks.values())), sum(int(mask.sum()) for mask in masks.values())
+    notes = [f"{forks:,} of {tokens:,} sampled tokens are forks, in {len(forked)} of {len(pairs)} episodes."]
     total = math.fsum(elsewhere.values())
     if forked and total:
         notes.append(f"The entropy of the base model at forks is {math.fsum(at.values()) / total:.1f} times higher.")
@@ -173,8 +157,8 @@ async def measure_swap(
         without_calls += sum(not one.outcomes for one in episodes)
     rows: list[dict[str, Cell]] = []
     for cell, found in rates.items():
-        gap = None if cell == "AA" else difference(found, rates["AA"])
-        rows.append({"calls, answer": ", ".join(cell), "success": mean_over_tasks(found), "to A, A": gap})
+        base = None if cell == "AA" else rates["AA"]
+        rows.append({"calls, answer": ", ".join(cell), **compared(found, base, "to A, A")})
     for name, after, before in (("calls by B", "BA BB", "AA AB"), ("answers by B", "AB BB", "AA BA")):
         pairs = [[rates[cell] for cell in cells.split()] for cells in (after, before)]
         b, a = ({task: fmean(one[task] for one in pair) for task in pair[0]} for pair in pairs)
