@@ -18,7 +18,17 @@ from ludus.worlds.math.problems import MathProblem, worked
 def task_shapes(tasks: Sequence[Task]) -> list[TaskShape]:
     """Return what distinguishes each task."""
     problems = [truth_of(task, Solution).problem for task in tasks]
-    return [TaskShape(str(one.level), str(one.form), str(one.shape)) for one in problems]
+    return [TaskShape(str(one.level), _form(one), _shape(one)) for one in problems]
+
+
+def _form(problem: MathProblem) -> str:
+    """Return the question without numbers and names."""
+    return re.sub(r"\b[A-Z][a-z]+\b", "X", re.sub(r"\d+(?:\.\d+)?", "N", problem.question))
+
+
+def _shape(problem: MathProblem) -> str:
+    """Return the steps without numbers."""
+    return " ; ".join(re.sub(r"(?<!\{)\b\d+(?:\.\d+)?\b(?!\})", "N", step) for step in problem.steps)
 
 
 def majority_rate(train: Sequence[Task], tasks: Sequence[Task]) -> float:

@@ -12,6 +12,10 @@ from itertools import islice
 from math import comb, factorial, gcd, lcm, perm
 
 import pytest
+from generators.archive import as_line
+from generators.math.__main__ import RECIPE_SIZES, as_row, drawn, members
+from generators.math.drafts import tables
+from generators.math.generate import HELD_OUT, ProblemMaker, make_problems, split_of_steps
 from generators.reports.math import copied_rate, head_rate, majority_rate, task_shapes
 from generators.reports.shared import variety
 
@@ -22,6 +26,7 @@ from ludus.chat.tags import TagsRenderer
 from ludus.config.load import load_config
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.registry import build_world, closing
+from ludus.envs.task_archive import open_archive, read_lines
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.recipes import recipe_folder
@@ -32,18 +37,8 @@ from ludus.rewards.math.numeric import Quantity
 from ludus.tools.base import ToolError
 from ludus.tools.calculator import calculate, show
 from ludus.types import Action, Message, StopReason, ToolCall, Trajectory
-from ludus.worlds.math.generate import (
-    DEFAULT_TOPICS,
-    HELD_OUT,
-    LEVELS,
-    SPLITS,
-    TOPICS,
-    ProblemMaker,
-    make_problems,
-    split_of_steps,
-)
 from ludus.worlds.math.grader import SYSTEM, GymTruth, answer_text, as_task, is_right, solved
-from ludus.worlds.math.problems import tables, worked
+from ludus.worlds.math.problems import DEFAULT_TOPICS, LEVELS, RECIPE, SPLITS, TOPICS, read_problems, worked
 from ludus.worlds.math.sources import load_problems
 from ludus.worlds.math.world import MathSettings, MathWorld, as_program, make_math_world
 from tables import math_answers
@@ -64,6 +59,10 @@ def tasks(world):
 @pytest.fixture(scope="module")
 def everything(tasks):
     return [task for split in SPLITS for task in tasks[split]]
+
+
+def first(num, levels, topics, seed=0):
+    return list(islice(read_problems("train", levels, topics, seed), num))
 
 
 def answered(text):
@@ -110,8 +109,9 @@ def test_every_problem_kind_is_correct_at_every_level(topic):
     for level in LEVELS:
         makers = [maker for split in SPLITS if (maker := ProblemMaker(level, split, (topic,))).open_topics()]
         for _ in range(60):
-            for problem in (maker.draw(rng, topic) for maker in makers):
-                if problem is not None:
+            for found in (maker.draw(rng, topic) for maker in makers):
+                if found is not None:
+                    problem = found.problem
                     made[problem.kind, level] += 1
                     assert math_answers.answer(problem.kind, problem.question) == problem.answer, problem
     expected = {(name, level) for name, kind in tables().kinds.get(topic, {}).items() for level in kind["levels"]}
@@ -133,7 +133,7 @@ def test_tasks_are_distinct_and_the_same_again(world, tasks, everything):
 def test_every_topic_has_problems_at_its_levels_and_seeds_select_others():
     for topic in TOPICS:
         levels = {"expressions": (2, 3, 4, 5), "links": (3, 4, 5)}.get(topic, LEVELS)
-        found = [make_problems("train", 5 * len(levels), levels, (topic,), seed) for seed in (0, 1, 2)]
+        found = [first(5 * len(levels), levels, (topic,), seed) for seed in (0, 1, 2)]
         assert found[0] != found[1] != found[2] != found[0]
         assert all({one.topic for one in own} == {topic} for own in found)
         assert all({one.level for one in own} == set(levels) for own in found)
@@ -141,13 +141,38 @@ def test_every_topic_has_problems_at_its_levels_and_seeds_select_others():
 
 def test_only_composition_has_held_out_problems(tasks):
     for split in SPLITS:
-        for task in tasks[split]:
-            problem = task.truth.problem
+        for one in islice(make_problems(split, LEVELS, DEFAULT_TOPICS, 0), 200):
+            problem = one.problem
             table = tables().kinds.get(problem.topic, {}).get(problem.kind, {})
-            held_out = bool(problem.links & HELD_OUT or table.get("held_out"))
+            held_out = bool(one.links & HELD_OUT or table.get("held_out"))
             assert held_out == (split == "composition")
     kinds = {task.tags["kind"] for task in tasks["composition"]}
     assert kinds >= {"stories", "links", "series", "paths"}
+
+
+def test_shipped_problems_equal_the_generator_output():
+    for topics, levels, folder in ((DEFAULT_TOPICS, LEVELS, ""), (RECIPE[1], RECIPE[0], "recipe/")):
+        for split in SPLITS:
+            made = [one.problem for one in islice(make_problems(split, levels, topics, 0), 200)]
+            for level in levels:
+                for topic in topics:
+                    rows = [as_line(as_row(one)).encode() for one in made if (one.level, one.topic) == (level, topic)]
+                    assert rows == list(islice(read_lines("math", f"{folder}{split}/{level}/{topic}"), len(rows)))
+            assert made == list(islice(read_problems(split, levels, topics, 0), 200))
+
+
+@pytest.mark.pages
+def test_generator_reproduces_the_archive_byte_for_byte():
+    found = members()
+    assert list(found) == open_archive("math").namelist()
+    for name, rows in found.items():
+        assert "".join(map(as_line, rows)).encode() == open_archive("math").read(name), name
+
+
+def test_demonstrations_of_the_recipe_have_different_questions():
+    rows = [row for own in drawn("demonstrations", *RECIPE, 50).values() for row in own]
+    assert len({question for _, question, *_ in rows}) == len(rows) == 200
+    assert min(RECIPE_SIZES.values()) > 100
 
 
 def test_all_levels_and_topics_are_there_and_really_differ(tasks):
@@ -176,7 +201,7 @@ def test_mental_arithmetic_limits_match_the_docs():
 
 def test_too_few_problems_are_reported():
     with pytest.raises(ConfigError, match="different problems for training, not 5000"):
-        make_problems("train", 5000, (1,), ("counting",), 0)
+        MathWorld(MathSettings(levels=(1,), topics=("counting",))).tasks("train")
 
 
 # Rewards
@@ -218,11 +243,11 @@ def test_fractions_are_exact_and_units_may_stand():
 
 
 def _problems(topic):
-    return make_problems("train", 30, (2, 3), (topic,), 0)
+    return first(30, (2, 3), (topic,))
 
 
 def test_expressions_are_compared_as_expressions():
-    for number, problem in enumerate(make_problems("train", 4, (3, 4), ("expressions",), 0)):
+    for number, problem in enumerate(first(4, (3, 4), ("expressions",))):
         task = as_task(problem, "train", number)
         assert isinstance(problem.answer, Expression)
         assert solved(task, answered(problem.answer.gold)) == 1

@@ -1,30 +1,30 @@
-"""Problems and drafts of problems, filled from random numbers and the tables of `data/problems.toml`."""
+"""The shipped problems, which `python -m generators.math` draws."""
 
 from __future__ import annotations
 
+import json
 import random
-import re
-import tomllib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from functools import cache, lru_cache
-from importlib.resources import files
-from typing import TypedDict, TypeVar
 
+from ludus.envs.task_archive import in_turn, read_lines, repeat_lines
 from ludus.rewards.math.math_verify import Expression
 from ludus.tools.calculator import calculate, show
 
-T = TypeVar("T")
-Bound = int | str
-"""A number, or an expression of the variables drawn before it."""
+SPLITS = ("train", "validation", "test", "composition")
+LEVELS = (1, 2, 3, 4, 5)
+DEFAULT_TOPICS = ("arithmetic", "ratios", "algebra", "numbers", "counting", "geometry", "stories", "links")
+"""`stories` are word problems of several steps, `links` combine numbers of several topics."""
+TOPICS = (*DEFAULT_TOPICS[:-2], "expressions", *DEFAULT_TOPICS[-2:])
+RECIPE = ((1,), ("arithmetic", "ratios", "algebra", "geometry"))
+"""Levels and topics of the recipe, which has problems of its own."""
 
 
 @dataclass(frozen=True, slots=True)
 class MathProblem:
     """A question, the steps that solve it (expressions of the calculator, in which `{0}` stands for the result
-    of the first step), and the answer. `units` maps each unit that a number may carry to its size; `links` are the
-    pairs of parts that follow each other, in problems composed of parts."""
+    of the first step), and the answer. `units` maps each unit that a number may carry to its size."""
 
     kind: str
     topic: str
@@ -33,17 +33,34 @@ class MathProblem:
     steps: tuple[str, ...]
     answer: Fraction | Expression
     units: Mapping[str, float] = field(default_factory=dict)
-    links: frozenset[tuple[str, str]] = frozenset()
 
-    @property
-    def form(self) -> str:
-        """The question without numbers and names."""
-        return re.sub(r"\b[A-Z][a-z]+\b", "X", re.sub(r"\d+(?:\.\d+)?", "N", self.question))
 
-    @property
-    def shape(self) -> str:
-        """The steps without numbers."""
-        return " ; ".join(re.sub(r"(?<!\{)\b\d+(?:\.\d+)?\b(?!\})", "N", step) for step in self.steps)
+def read_problems(split: str, levels: Sequence[int], topics: Sequence[str], seed: int) -> Iterator[MathProblem]:
+    """Yield the problems of a split, levels and topics in turn."""
+    return _in_turn(split, levels, topics, lambda member: read_lines("math", member, seed))
+
+
+def repeat_problems(levels: Sequence[int], topics: Sequence[str], rng: random.Random) -> Iterator[MathProblem]:
+    """Yield the problems of demonstrations, without end if there are any of these levels and topics."""
+    return _in_turn("demonstrations", levels, topics, lambda member: repeat_lines("math", member, rng))
+
+
+def _in_turn(
+    split: str, levels: Sequence[int], topics: Sequence[str], lines: Callable[[str], Iterator[bytes]]
+) -> Iterator[MathProblem]:
+    folder = f"recipe/{split}" if (tuple(levels), tuple(topics)) == RECIPE else split
+
+    def problems(level: int, topic: str) -> Iterator[MathProblem]:
+        return (_problem(level, topic, line) for line in lines(f"{folder}/{level}/{topic}"))
+
+    return in_turn(in_turn(problems(level, one) for one in dict.fromkeys(topics)) for level in dict.fromkeys(levels))
+
+
+def _problem(level: int, topic: str, line: bytes) -> MathProblem:
+    """Return the problem of a line: kind, question, steps, answer and the notations of its unit."""
+    kind, question, steps, text, units = json.loads(line)
+    answer = Expression(text) if topic == "expressions" else Fraction(text)
+    return MathProblem(kind, topic, level, question, tuple(steps), answer, dict.fromkeys(units, 1.0))
 
 
 def worked(steps: tuple[str, ...]) -> list[tuple[str, Fraction]]:
@@ -58,149 +75,3 @@ def worked(steps: tuple[str, ...]) -> list[tuple[str, Fraction]]:
 def fill_in(step: str, results: Sequence[Fraction]) -> str:
     """Return a step with the results of earlier steps, in brackets unless they are whole numbers >= 0."""
     return step.format(*(text if (text := show(value)).isdigit() else f"({text})" for value in results))
-
-
-class DrawRule(TypedDict, total=False):
-    """Rule for a variable: a nonzero integer between -nonzero and nonzero, or an entry of a list of words."""
-
-    nonzero: Bound
-    word: str
-
-
-class KindTable(TypedDict, total=False):
-    """A kind of problems, an event of word problems, or a table that completes one."""
-
-    levels: list[int]
-    part: bool
-    held_out: bool
-    divide_by: list[int]
-    draw: dict[str, list[Bound] | DrawRule | str]
-    text: str | list[str]
-    steps: list[str]
-    unit: str
-    answer: str
-    by_level: dict[str, KindTable]
-    either: list[KindTable]
-    choice: list[KindTable]
-
-
-@dataclass(frozen=True, slots=True)
-class ProblemTables:
-    """The data file: lists of words, events of word problems, and the kinds of each topic, by name."""
-
-    words: Mapping[str, Sequence[object]]
-    events: Mapping[str, KindTable]
-    kinds: Mapping[str, Mapping[str, KindTable]]
-
-
-@cache
-def tables() -> ProblemTables:
-    """Return the data file."""
-    data = tomllib.loads((files("ludus.worlds.math") / "data/problems.toml").read_text("utf-8"))
-    return ProblemTables(data["words"], data["events"], data["topics"])
-
-
-@dataclass(slots=True)
-class Draft:
-    """A problem under construction: its steps, the unit of its answer, and the answer if it is an expression."""
-
-    rng: random.Random
-    level: int
-    steps: list[str] = field(default_factory=list)
-    unit: str = ""
-    answer: str = ""
-    _values: list[Fraction] = field(default_factory=list)
-
-    def do(self, expression: str) -> str:
-        """Add a step and return the placeholder of its result."""
-        self.steps.append(expression)
-        return self.last
-
-    @property
-    def last(self) -> str:
-        """The placeholder of the result of the last step."""
-        return f"{{{len(self.steps) - 1}}}"
-
-    def value(self, mark: str) -> Fraction:
-        """Return the value of a number or of a placeholder."""
-        for step in self.steps[len(self._values) :]:
-            self._values.append(calculate(fill_in(step, self._values)))
-        return calculate(fill_in(mark, self._values))
-
-    def randint(self, low: int, high: int) -> int:
-        """Return an integer from low to high, inclusive."""
-        return self.rng.randint(low, high)
-
-    def nonzero(self, most: int) -> int:
-        """Return a nonzero integer between -most and most."""
-        return self.rng.choice((-1, 1)) * self.rng.randint(1, most)
-
-    def choice(self, options: Sequence[T]) -> T:
-        """Return one of the options."""
-        return self.rng.choice(options)
-
-    def word(self, name: str) -> str:
-        """Return an entry of a list of words."""
-        return str(self.rng.choice(tables().words[name]))
-
-    def coin(self) -> bool:
-        """Return True with probability 1/2."""
-        return self.rng.random() < 0.5
-
-    def fill(self, table: KindTable, **names: int | str) -> str:
-        """Draw the variables of a table, add its steps, and return its text."""
-        names["level"] = self.level
-        self._draw(table, names)
-        for part in self._parts(table):
-            table = table | part
-            self._draw(part, names)
-        text = table["text"] if isinstance(table["text"], str) else self.choice(table["text"])
-        for place, step in enumerate(table["steps"]):
-            names[f"r{place}"] = self.do(step.format(**names))
-        self.unit = table.get("unit", "")
-        self.answer = table.get("answer", "").format(**names)
-        return text.format(**names)
-
-    def _parts(self, table: KindTable) -> Sequence[KindTable]:
-        if "by_level" in table:
-            return [table["by_level"][max(key for key in table["by_level"] if int(key) <= self.level)]]
-        if "either" in table:
-            return [table["either"][0 if self.coin() else 1]]
-        return [self.choice(table["choice"])] if "choice" in table else []
-
-    def _draw(self, table: KindTable, names: dict[str, int | str]) -> None:
-        for name, rule in table.get("draw", {}).items():
-            if isinstance(rule, list):
-                names[name] = self.randint(_number(rule[0], names), _number(rule[1], names))
-            elif isinstance(rule, str):
-                names[name] = _number(rule, names)
-            elif "nonzero" in rule:
-                names[name] = self.nonzero(_number(rule["nonzero"], names))
-            else:
-                names[name] = self.word(rule["word"])
-
-
-def _number(bound: Bound, names: Mapping[str, int | str]) -> int:
-    if isinstance(bound, int):
-        return bound
-    return _whole(re.sub(r"[a-z]+", lambda name: str(names.get(name[0], name[0])), bound))
-
-
-@lru_cache(maxsize=4096)
-def _whole(expression: str) -> int:
-    return int(calculate(expression))
-
-
-def signed(value: int) -> str:
-    """Return a term to be added: `+ 3` or `- 3`."""
-    return f"+ {value}" if value >= 0 else f"- {-value}"
-
-
-def term(factor: int, name: str) -> str:
-    """Return a multiple of a variable: x, -x or 3x."""
-    return {1: name, -1: f"-{name}"}.get(factor, f"{factor}{name}")
-
-
-def listed(values: Sequence[object]) -> str:
-    """Join values as text: 1, 2 and 3."""
-    return f"{', '.join(map(str, values[:-1]))} and {values[-1]}"

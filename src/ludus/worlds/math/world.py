@@ -7,6 +7,7 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from itertools import islice
 from pathlib import Path
 from typing import Literal
 
@@ -29,9 +30,17 @@ from ludus.tools.calculator import exact_calculator_tool, show
 from ludus.tools.workspace import python_tool
 from ludus.types import Message, Task
 from ludus.worlds.math import sources
-from ludus.worlds.math.generate import DEFAULT_TOPICS, LEVELS, SPLITS, TOPICS, draw_forever, make_problems
 from ludus.worlds.math.grader import Solution, answer_text, as_task, opening, paraphrases, solved
-from ludus.worlds.math.problems import MathProblem, worked
+from ludus.worlds.math.problems import (
+    DEFAULT_TOPICS,
+    LEVELS,
+    SPLITS,
+    TOPICS,
+    MathProblem,
+    read_problems,
+    repeat_problems,
+    worked,
+)
 
 SHARES = {"train": 1.0, "validation": 0.1, "test": 0.25, "composition": 0.2}
 """Number of tasks of each split relative to training."""
@@ -128,13 +137,13 @@ class MathWorld(World):
         return opening(question)
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """Yield solutions and guesses without end, on new training problems.
+        """Yield solutions and guesses without end, on problems of no held-out split.
 
         Problems of a user's file or of reasoning-gym have no steps; demonstrations then use generated problems.
         """
         settings = self.settings
         rng = random.Random(f"demonstrations/{settings.seed}/{seed}")
-        for problem in draw_forever(rng, settings.levels, settings.topics):
+        for problem in repeat_problems(settings.levels, settings.topics, rng):
             flawed = rng.random() < settings.flaw_rate
             yield self._shown(problem, guess(problem, settings.tool, rng) if flawed else solve(problem, settings.tool))
 
@@ -168,7 +177,10 @@ class MathWorld(World):
             sizes |= dict.fromkeys(("test", "composition"), settings.num_held_out)
         if settings.gym:
             return sources.gym_tasks(settings.gym, sizes, settings.seed)
-        problems = make_problems(split, sizes[split], settings.levels, settings.topics, settings.seed)
+        problems = tuple(islice(read_problems(split, settings.levels, settings.topics, settings.seed), sizes[split]))
+        if len(problems) < sizes[split] and split == "train":
+            message = f"The levels and topics have {len(problems)} different problems for training, not {sizes[split]}."
+            raise ConfigError(message, "Lower env.settings.num_tasks, or add levels or topics.")
         return {split: tuple(as_task(problem, split, number) for number, problem in enumerate(problems))}
 
 

@@ -13,16 +13,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache, partial
 
-from ludus.errors import ConfigError
+from generators.math import topics as topic_functions
+from generators.math.drafts import Draft, KindTable, tables
+from ludus.envs.task_archive import in_turn
 from ludus.rewards.math.math_verify import Expression
-from ludus.worlds.math import topics as topic_functions
-from ludus.worlds.math.problems import Draft, KindTable, MathProblem, tables
+from ludus.worlds.math.problems import MathProblem
 
-SPLITS = ("train", "validation", "test", "composition")
-LEVELS = (1, 2, 3, 4, 5)
-DEFAULT_TOPICS = ("arithmetic", "ratios", "algebra", "numbers", "counting", "geometry", "stories", "links")
-"""`stories` are word problems of several steps, `links` combine numbers of several topics."""
-TOPICS = (*DEFAULT_TOPICS[:-2], "expressions", *DEFAULT_TOPICS[-2:])
 _UNITS: Mapping[str, Sequence[str]] = {"": (), "cm^2": ("cm^2", "cm²"), "cm^3": ("cm^3", "cm³"), "°": ("°", "degrees")}
 """Notations of units; other units have one notation."""
 _MAX_FAILED_DRAWS = 100
@@ -134,6 +130,14 @@ def _end(d: Draft, marks: Mapping[str, str]) -> str:
 
 
 @dataclass(frozen=True)
+class DrawnProblem:
+    """A problem, and the pairs of parts that follow each other if it is composed of parts."""
+
+    problem: MathProblem
+    links: Pairs
+
+
+@dataclass(frozen=True)
 class ProblemMaker:
     """Draws problems of one level and split. The split of a problem depends only on its steps."""
 
@@ -146,7 +150,7 @@ class ProblemMaker:
         composed = {"stories": self.split != "composition" or self.level > 1, "links": self.level > 2}
         return tuple(one for one in self.topics if (composed[one] if one in composed else self._kinds(one)))
 
-    def draw(self, rng: random.Random, topic: str) -> MathProblem | None:
+    def draw(self, rng: random.Random, topic: str) -> DrawnProblem | None:
         """Return a problem of the topic, or None if the drawn one belongs to another split."""
         draft, kind, pairs = Draft(rng, self.level), topic, Pairs()
         if topic == "stories":
@@ -164,7 +168,7 @@ class ProblemMaker:
             return None
         answer = Expression(draft.answer) if draft.answer else draft.value(draft.last)
         units = dict.fromkeys(_UNITS.get(draft.unit, (draft.unit,)), 1.0)
-        return MathProblem(kind, topic, self.level, question, steps, answer, units, pairs)
+        return DrawnProblem(MathProblem(kind, topic, self.level, question, steps, answer, units), pairs)
 
     def _kinds(self, topic: str) -> list[str]:
         fitting = [name for name, kind in tables().kinds[topic].items() if self.level in kind["levels"]]
@@ -178,51 +182,38 @@ def split_of_steps(steps: Sequence[str]) -> str:
     return "train" if digest < 0.7 else "validation" if digest < 0.8 else "test"
 
 
-def make_problems(
-    split: str, num: int, levels: Sequence[int], topics: Sequence[str], seed: int
-) -> tuple[MathProblem, ...]:
-    """Return problems with distinct steps, levels and topics in turn; fewer if a held-out split has fewer.
-
-    Raises ConfigError if there are too few for training.
-    """
+def make_problems(split: str, levels: Sequence[int], topics: Sequence[str], seed: int) -> Iterator[DrawnProblem]:
+    """Yield problems with distinct steps, levels and topics in turn, until all topics are exhausted."""
     seen: set[tuple[str, ...]] = set()
     makers = [ProblemMaker(level, split, tuple(topics)) for level in levels]
-    streams = [_stream(maker, random.Random(f"{seed}/{split}/{maker.level}"), seen) for maker in makers]
-    problems: list[MathProblem] = []
-    while streams and len(problems) < num:
-        given = [(stream, next(stream, None)) for stream in streams]
-        streams = [stream for stream, problem in given if problem is not None]
-        problems += [problem for _, problem in given if problem is not None]
-    if len(problems) < num and split == "train":
-        message = f"The levels and topics have {len(problems)} different problems for training, not {num}."
-        raise ConfigError(message, "Lower env.settings.num_tasks, or add levels or topics.")
-    return tuple(problems[:num])
+    return in_turn(_stream(maker, random.Random(f"{seed}/{split}/{maker.level}"), seen) for maker in makers)
 
 
-def _stream(maker: ProblemMaker, rng: random.Random, seen: set[tuple[str, ...]]) -> Iterator[MathProblem]:
+def _stream(maker: ProblemMaker, rng: random.Random, seen: set[tuple[str, ...]]) -> Iterator[DrawnProblem]:
     """Yield problems with steps that are not in `seen`, topics in turn, until all topics are exhausted."""
     topics = list(maker.open_topics())
     while topics:
         for topic in tuple(topics):
             for _ in range(_MAX_FAILED_DRAWS):
-                problem = maker.draw(rng, topic)
-                if problem is not None and problem.steps not in seen:
-                    seen.add(problem.steps)
-                    yield problem
+                drawn = maker.draw(rng, topic)
+                if drawn is not None and drawn.problem.steps not in seen:
+                    seen.add(drawn.problem.steps)
+                    yield drawn
                     break
             else:
                 topics.remove(topic)
 
 
-def draw_forever(rng: random.Random, levels: Sequence[int], topics: Sequence[str]) -> Iterator[MathProblem]:
-    """Yield training problems without end, levels in turn.
-
-    Raises ConfigError if the topics have no problems of the levels.
-    """
-    makers = [maker for level in levels if (maker := ProblemMaker(level, "train", tuple(topics))).open_topics()]
-    if not makers:
-        raise ConfigError("The topics have no problems of these levels.", "Add topics or levels.")
-    for maker in itertools.cycle(makers):
-        problem = maker.draw(rng, rng.choice(maker.open_topics()))
-        if problem is not None:
-            yield problem
+def draw_questions(level: int, topic: str) -> Iterator[MathProblem]:
+    """Yield training problems of a topic with distinct questions, until it is exhausted; steps may be equal."""
+    maker, rng = ProblemMaker(level, "train", (topic,)), random.Random(f"demonstrations/{level}/{topic}")
+    seen: set[str] = set()
+    failed = 0 if maker.open_topics() else _MAX_FAILED_DRAWS
+    while failed < _MAX_FAILED_DRAWS:
+        drawn = maker.draw(rng, topic)
+        if drawn is None or drawn.problem.question in seen:
+            failed += 1
+            continue
+        failed = 0
+        seen.add(drawn.problem.question)
+        yield drawn.problem

@@ -9,7 +9,7 @@ import math
 from collections import Counter
 from fractions import Fraction
 
-from ludus.worlds.math.problems import Draft, listed, signed, term
+from generators.math.drafts import Draft, listed, signed, term
 
 
 def expression(d: Draft) -> str:

@@ -1,0 +1,1 @@
+"""Generator of the problems of the world `math`."""
