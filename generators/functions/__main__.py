@@ -9,7 +9,8 @@ from pathlib import Path
 
 from generators.archive import pack
 from generators.functions.generate import DrawnTask, draw_tasks
-from ludus.worlds.functions.tasks import SPLITS, TaskRow
+from ludus.envs.task_archive import SPLITS
+from ludus.worlds.functions.tasks import TaskRow
 
 OUT = Path(__file__).parents[2] / "src/ludus/worlds/functions/data/tasks.zip"
 LEVELS = (1, 2, 3, 4, 5)

@@ -21,7 +21,7 @@ from ludus.config.load import load_config
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.messages import calling_message
 from ludus.envs.registry import build_world
-from ludus.envs.task_archive import open_archive, read_lines
+from ludus.envs.task_archive import SPLITS, open_archive, read_lines
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.recipes import recipe_folder
@@ -33,7 +33,7 @@ from ludus.tools.base import ArgumentError
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.functions.catalogue import DomainState, Scene, catalogue, vocabulary
 from ludus.worlds.functions.grader import GoldCall, calls_agree, equal, solved
-from ludus.worlds.functions.tasks import SPLITS, request_of
+from ludus.worlds.functions.tasks import request_of
 from ludus.worlds.functions.world import (
     DONE,
     Attempt,

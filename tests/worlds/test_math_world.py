@@ -26,7 +26,7 @@ from ludus.chat.tags import TagsRenderer
 from ludus.config.load import load_config
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.registry import build_world, closing
-from ludus.envs.task_archive import open_archive, read_lines
+from ludus.envs.task_archive import SPLITS, open_archive, read_lines
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.recipes import recipe_folder
@@ -38,7 +38,7 @@ from ludus.tools.base import ToolError
 from ludus.tools.calculator import calculate, show
 from ludus.types import Action, Message, StopReason, ToolCall, Trajectory
 from ludus.worlds.math.grader import SYSTEM, GymTruth, answer_text, as_task, is_right, solved
-from ludus.worlds.math.problems import DEFAULT_TOPICS, LEVELS, RECIPE, SPLITS, TOPICS, read_problems, worked
+from ludus.worlds.math.problems import DEFAULT_TOPICS, LEVELS, RECIPE, TOPICS, read_problems, worked
 from ludus.worlds.math.sources import load_problems
 from ludus.worlds.math.world import MathSettings, MathWorld, as_program, make_math_world
 from tables import math_answers
@@ -202,6 +202,8 @@ def test_mental_arithmetic_limits_match_the_docs():
 def test_too_few_problems_are_reported():
     with pytest.raises(ConfigError, match="different problems for training, not 5000"):
         MathWorld(MathSettings(levels=(1,), topics=("counting",))).tasks("train")
+    with pytest.raises(ConfigError, match="no problems of these levels"):
+        next(MathWorld(MathSettings(levels=(1,), topics=("links",))).demonstrations(0))
 
 
 # Rewards

@@ -19,7 +19,6 @@ from ludus.worlds.functions.catalogue import Form, Function, Scene, catalogue
 from ludus.worlds.functions.grader import Ask, GoldCall, Right, Truth
 
 SYSTEM: Final = "Do what is asked with the tools. Ask back where something is missing; call nothing where no tool fits."
-SPLITS: Final = ("train", "validation", "test", "composition")
 
 
 class CallRow(TypedDict):

@@ -19,7 +19,7 @@ from pydantic import BaseModel, ConfigDict, Field
 from ludus.envs.base import SandboxWorld, shipped_report
 from ludus.envs.messages import assistant, tool_call
 from ludus.envs.settings import read_settings
-from ludus.envs.task_archive import in_turn, repeat_lines
+from ludus.envs.task_archive import SPLITS, in_turn, repeat_lines, split_sizes
 from ludus.envs.tool_env import ToolEnv, ToolLimits, describe_error
 from ludus.envs.tool_world import Dialogue, check_split
 from ludus.errors import ConfigError
@@ -33,10 +33,8 @@ from ludus.types import JSON, Message, Task, ToolOutcome, ToolStatus
 from ludus.worlds.functions.bfcl.reader import ApiEnv, ApiTruth, gold_messages, load_tasks
 from ludus.worlds.functions.catalogue import Scene, catalogue
 from ludus.worlds.functions.grader import GoldCall, Truth, gold_calls_made, part_made, solved
-from ludus.worlds.functions.tasks import SPLITS, make_task, read_tasks
+from ludus.worlds.functions.tasks import make_task, read_tasks
 
-SHARES = {"train": 1.0, "validation": 0.1, "test": 0.25, "composition": 0.2}
-"""Number of tasks of each split relative to training."""
 FILE_SPLIT = "file"
 """The split with the tasks of `data`."""
 
@@ -163,10 +161,8 @@ class FunctionsWorld(SandboxWorld):
         if split == FILE_SPLIT and settings.data is not None:
             answers = Path(settings.data_answers) if settings.data_answers is not None else None
             return load_tasks(Path(settings.data), answers, split, settings.data_bad_lines)
-        is_held_out = split in ("test", "composition")
-        share = max(round(settings.num_tasks * SHARES[split]), 1)
-        num = settings.num_held_out or share if is_held_out else share
-        changed = settings.changed_in_training or is_held_out
+        num = split_sizes(settings.num_tasks, settings.num_held_out)[split]
+        changed = settings.changed_in_training or split in ("test", "composition")
         tasks = tuple(itertools.islice(read_tasks(split, settings.levels, settings.seed, changed), num))
         if len(tasks) < num:
             message = f"The split {split!r} has {len(tasks)} different tasks of these levels, not {num}."

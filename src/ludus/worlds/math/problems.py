@@ -12,7 +12,6 @@ from ludus.envs.task_archive import in_turn, read_lines, repeat_lines
 from ludus.rewards.math.math_verify import Expression
 from ludus.tools.calculator import calculate, show
 
-SPLITS = ("train", "validation", "test", "composition")
 LEVELS = (1, 2, 3, 4, 5)
 DEFAULT_TOPICS = ("arithmetic", "ratios", "algebra", "numbers", "counting", "geometry", "stories", "links")
 """`stories` are word problems of several steps, `links` combine numbers of several topics."""

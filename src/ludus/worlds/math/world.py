@@ -18,6 +18,7 @@ from ludus.envs.base import World, shipped_report
 from ludus.envs.benchmarks import BenchmarkName
 from ludus.envs.messages import assistant, tool_turn
 from ludus.envs.settings import read_settings
+from ludus.envs.task_archive import SPLITS, split_sizes
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
 from ludus.errors import ConfigError
@@ -34,7 +35,6 @@ from ludus.worlds.math.grader import Solution, answer_text, as_task, opening, pa
 from ludus.worlds.math.problems import (
     DEFAULT_TOPICS,
     LEVELS,
-    SPLITS,
     TOPICS,
     MathProblem,
     read_problems,
@@ -42,8 +42,6 @@ from ludus.worlds.math.problems import (
     worked,
 )
 
-SHARES = {"train": 1.0, "validation": 0.1, "test": 0.25, "composition": 0.2}
-"""Number of tasks of each split relative to training."""
 _LIMITS = Limits(wall_s=5.0, cpu_s=5.0, files_out=0)
 
 
@@ -146,6 +144,7 @@ class MathWorld(World):
         for problem in repeat_problems(settings.levels, settings.topics, rng):
             flawed = rng.random() < settings.flaw_rate
             yield self._shown(problem, guess(problem, settings.tool, rng) if flawed else solve(problem, settings.tool))
+        raise ConfigError("The topics have no problems of these levels.", "Add topics or levels.")
 
     def expert(self, task: Task) -> Dialogue | None:
         """Return the solution without flaws, or None if the steps are unknown."""
@@ -172,9 +171,7 @@ class MathWorld(World):
         settings = self.settings
         if settings.data is not None:
             return sources.load_problems(Path(settings.data), settings.format)
-        sizes = {name: max(round(settings.num_tasks * share), 1) for name, share in SHARES.items()}
-        if settings.num_held_out is not None:
-            sizes |= dict.fromkeys(("test", "composition"), settings.num_held_out)
+        sizes = split_sizes(settings.num_tasks, settings.num_held_out)
         if settings.gym:
             return sources.gym_tasks(settings.gym, sizes, settings.seed)
         problems = tuple(islice(read_problems(split, settings.levels, settings.topics, settings.seed), sizes[split]))
