@@ -11,7 +11,7 @@ import ctypes
 import re
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, suppress
+from contextlib import aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from io import BytesIO
@@ -344,11 +344,8 @@ def _with_model(
         config = configuration(path, **settings)
 
     async def run() -> T:
-        opened = await open_weights(config, folder, world)
-        try:
+        async with aclosing(await open_weights(config, folder, world)) as opened:
             return await use(opened)
-        finally:
-            await opened.close()
 
     return asyncio.run(run())
 

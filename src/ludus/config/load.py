@@ -12,7 +12,7 @@ from pydantic_core import ErrorDetails
 
 from ludus.config.paths import resolve_paths
 from ludus.config.schema import Config
-from ludus.config.settings import BOUNDS, Setting, find, first_under, is_inside, is_section, suggestion
+from ludus.config.settings import BOUNDS, Setting, find, first_under, is_section, suggestion
 from ludus.config.toml import toml_value
 from ludus.errors import ConfigError
 from ludus.recipes import list_recipes, recipe_folder
@@ -185,7 +185,8 @@ def _apply(data: dict[str, object], key: str, text: str | None) -> str:
         return unknown_key(key, text if text is not None else "true")
     value: object = True
     if text is not None:
-        value = _value(text, setting, free=setting is not None and is_inside(key, setting))
+        inside_table = setting is not None and key.count(".") > setting.key.count(".")
+        value = _value(text, setting, free=inside_table)
     elif setting is None or bool not in setting.accepts:
         expected = f" ({setting.type_text})" if setting is not None else ""
         return f"{key} needs a value{expected}: write --{key} VALUE."

@@ -84,11 +84,6 @@ def find(key: str) -> Setting | None:
     return known.get(".".join(parts)) or next((table for table in tables if table and table.is_open), None)
 
 
-def is_inside(key: str, setting: Setting) -> bool:
-    """Return whether `key`, found in `setting`, is an arbitrary key inside this table."""
-    return key.count(".") > setting.key.count(".")
-
-
 def is_section(key: str) -> bool:
     """Return whether there are settings under this dotted name."""
     return first_under(key) is not None

@@ -71,7 +71,7 @@ def is_being_cancelled() -> bool:
 
 
 @contextmanager
-def _world_errors(what: str) -> Iterator[None]:
+def world_errors(what: str) -> Iterator[None]:
     """Raise WorldError, with `what` and the original message, for an error of user code in the block."""
     try:
         yield
@@ -84,7 +84,7 @@ def _world_errors(what: str) -> Iterator[None]:
 
 def fresh_environment(world: World, task: Task) -> Environment:
     """Create the world's environment for one episode. Raises WorldError with the world's error."""
-    with _world_errors(f"No environment for task {task.id}:"):
+    with world_errors(f"No environment for task {task.id}:"):
         return world.environment(task)
 
 
@@ -169,7 +169,7 @@ class _EpisodeRun:
     async def _play(self) -> StopReason:
         self.messages += await self._call("start", partial(self.environment.start, self.task), list)
         self.shown = tuple(self.messages)
-        with _world_errors(_NOT_RENDERED):
+        with world_errors(_NOT_RENDERED):
             stop = self.chat.open(self.messages, self.environment.tools)
         while stop is None:
             self.anchors.append(await self._state_hash())
@@ -195,7 +195,7 @@ class _EpisodeRun:
             self.turns[-1] = (model_s, time.perf_counter() - begin)
             stop = self._stop_after(result)
             if stop is None:
-                with _world_errors(_NOT_RENDERED):
+                with world_errors(_NOT_RENDERED):
                     stop = self.chat.observe(result.messages)
         return stop
 
@@ -249,7 +249,7 @@ class _EpisodeRun:
 
 def scored(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Trajectory:
     """Return the trajectory with its rewards. Raises WorldError if a reward raises; errors never count as 0."""
-    with _world_errors(f"A reward of task {task.id} raised"):
+    with world_errors(f"A reward of task {task.id} raised"):
         return score(rewards, task, trajectory)
 
 
@@ -257,7 +257,7 @@ def score_turns(verifier: TurnVerifier, task: Task, trajectory: Trajectory) -> t
     """Return a turn verifier's result (`turn_shares`); empty for a tree. Raises WorldError if it raises."""
     if len(trajectory.rows) > 1:
         return ()
-    with _world_errors(f"The turn verifier of task {task.id} raised"):
+    with world_errors(f"The turn verifier of task {task.id} raised"):
         return turn_shares(verifier(task, trajectory))
 
 

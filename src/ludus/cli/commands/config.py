@@ -86,10 +86,11 @@ def _algorithm_lines(algorithm: Algorithm, config: Config) -> Iterator[str]:
 def _key_lines(section: str, config: Config) -> Iterator[str]:
     if section and not is_section(section):
         raise ConfigError(f"Unknown section {section!r}.", f"{suggestion(section)}.".capitalize())
+    values = config.model_dump()
     for setting in list_settings():
         if section and not setting.key.startswith(f"{section}."):
             continue
-        value: object = config.model_dump()
+        value: object = values
         for name in setting.key.split("."):
             value = value.get(name, setting.default) if isinstance(value, dict) else setting.default
         limits = f", {setting.bounds}" if setting.bounds else ""

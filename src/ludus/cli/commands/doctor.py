@@ -56,7 +56,8 @@ class DoctorFinding:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print each finding; return 1 if there are faults."""
     target, model = args.target, args.model
-    is_environment = target is not None and _is_environment(target)
+    is_file = (target or "").partition(":")[0].endswith((".toml", ".py"))
+    is_environment = target is not None and (is_file or is_recipe(target))
     is_run = target is not None and (Path(target) / "config.toml").is_file()
     if model is None:
         no_settings(overrides, "doctor")
@@ -122,10 +123,6 @@ def _print_findings(folder: Path, steps: int, as_json: bool) -> int:
     if as_json:
         print(json.dumps([asdict(finding) for finding in found], indent=1))
     return 1 if counts["fault"] else 0
-
-
-def _is_environment(target: str) -> bool:
-    return is_recipe(target) or target.partition(":")[0].endswith((".toml", ".py"))
 
 
 def examine(

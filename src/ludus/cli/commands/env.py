@@ -45,7 +45,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
         raise UserError("Name an environment.", "`ludus env list` lists them.")
     if args.tasks < 1:
         raise UserError(f"--tasks is {args.tasks}.", "Give 1 or more.")
-    config = _config_of(args.name, overrides)
+    of_recipe = is_recipe(args.name)
+    words = overrides if of_recipe else ["--env.name", args.name, *overrides]
+    config = load_config(args.name if of_recipe else None, words)
     announce(f"Building the world {config.env.name} and its tasks ...")
     world = build_world(config.env, config.rollout, config.sandbox)
     if args.act != "prepare":
@@ -66,10 +68,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
             print_text(console, f"! A training run would be refused: {error}", "yellow")
     if failed:
         raise UserError(" ".join(failed), "Remove a world with --env.mixture.NAME none.")
-
-
-def _config_of(name: str, overrides: Sequence[str]) -> Config:
-    return load_config(name, overrides) if is_recipe(name) else load_config(None, ["--env.name", name, *overrides])
 
 
 def _print_settings(console: Console, name: str, config: Config) -> None:

@@ -7,11 +7,11 @@ import asyncio
 import re
 import sys
 import textwrap
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Literal, TypeVar
+from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
@@ -24,10 +24,9 @@ from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.envs.base import Environment
 from ludus.envs.registry import build_world
-from ludus.envs.tool_env import describe_error
-from ludus.errors import LudusError, UserError, WorldError
+from ludus.errors import UserError
 from ludus.recipes import list_recipes
-from ludus.rollouts.episode import EngineChatSession
+from ludus.rollouts.episode import EngineChatSession, world_errors
 from ludus.rollouts.scheduler import sampling_params
 from ludus.training.run.run_dir import RunFolder, latest_checkpoint
 from ludus.types import Action, Message, StopReason, Task
@@ -35,7 +34,6 @@ from ludus.types import Action, Message, StopReason, Task
 if TYPE_CHECKING:
     from ludus.cli.ui.load_run import LoadedRun
 
-Result = TypeVar("Result")
 PartKind = Literal["thinking", "call", "malformed call", "tool", "answer", "text", "end"]
 DEFAULT_WORLD = "search"
 STYLES: dict[PartKind, str] = {
@@ -77,7 +75,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
             print_text(console, f"{where}, in the world {opened.session.world.name}. /help lists the commands.")
             chat(ChatRepl(opened, args.temperature), console, runner)
         finally:
-            runner.run(opened.close())
+            runner.run(opened.aclose())
 
 
 def target_config(target: str, world: str | None, overrides: Sequence[str]) -> tuple[RunFolder | None, Config]:
@@ -206,13 +204,15 @@ class ChatRepl:
         task = Task("chat", tuple(world.opening(question)), None)
         environment = world.environment(task)
         try:
-            messages = await _call_environment("start", environment.start(task))
+            with world_errors("The environment's start raised"):
+                messages = await environment.start(task)
             session, stop = self._open(messages, environment)
             warmth = self.temperature if temperature is None else temperature
             session.params = replace(session.params, temperature=warmth)
             stop = stop or await self._run_turns(session, environment, on_part)
         finally:
-            await _call_environment("close", environment.close())
+            with world_errors("The environment's close raised"):
+                await environment.close()
         if stop is not StopReason.ANSWERED:
             on_part(ReplyPart("end", _STOP_TEXTS[stop]))
         if stop in _FINAL:
@@ -251,7 +251,8 @@ class ChatRepl:
                 return StopReason.TRUNCATED
             if not (action.calls or action.errors or action.message["content"].strip()):
                 return StopReason.EMPTY_ANSWER
-            result = await _call_environment("step", environment.step(action))
+            with world_errors("The environment's step raised"):
+                result = await environment.step(action)
             for outcome in result.outcomes:
                 on_part(ReplyPart("tool", outcome_text(outcome)))
             if result.done:
@@ -261,16 +262,6 @@ class ChatRepl:
             elif (stop := session.observe(result.messages)) is not None:
                 return stop
         return StopReason.MAX_TURNS
-
-
-async def _call_environment(what: str, work: Awaitable[Result]) -> Result:
-    """Await a call of the environment. Raises WorldError for its exceptions."""
-    try:
-        return await work
-    except LudusError:
-        raise
-    except Exception as error:  # boundary: foreign code; the cause is in the message
-        raise WorldError(f"The environment's {what} raised {describe_error(error)}") from error
 
 
 def _reply_parts(action: Action) -> Iterator[ReplyPart]:

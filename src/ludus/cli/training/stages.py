@@ -13,6 +13,7 @@ from ludus.config.environment import launched_rank
 from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
 from ludus.envs.base import World
+from ludus.training.resume import is_complete, steps_done
 from ludus.training.run.run_dir import RunFolder, list_checkpoints, resume_command, save_config
 
 
@@ -35,7 +36,6 @@ class SftStage(TrainingStage):
         session = make_session(config)
 
         def train(folder: RunFolder) -> None:
-            print_line(make_console(), f"Run folder: {folder.path}")
             tuning = SftTraining(session, folder)
             save_config(folder, config)
             print_checkpoint(folder, config, fine_tune(tuning, make_console()))
@@ -67,7 +67,6 @@ class RftStage(TrainingStage):
     def prepare(self, config: Config, new: bool) -> TrainFunction:
         """Check the configuration and load the model. Raises UserError and its subclasses."""
         from ludus.cli.ui.progress import ProgressReporter, print_results
-        from ludus.training.resume import steps_done
         from ludus.training.rft import run_rft
         from ludus.training.rl.validate import check_rollouts
         from ludus.training.run.session import open_session
@@ -77,12 +76,10 @@ class RftStage(TrainingStage):
         check_rollouts(config, session.world)
 
         def train(folder: RunFolder) -> None:
-            console = make_console()
-            print_line(console, f"Run folder: {folder.path}")
-            with bars(console) as progress:
+            with bars(make_console()) as progress:
                 reporter = ProgressReporter(progress, config.rft.rounds, steps_done(folder))
                 comparisons = run_rft(session, folder, reporter)
-            print_results(console, folder, config, comparisons)
+            print_results(make_console(), folder, config, comparisons)
 
         return train
 
@@ -111,8 +108,7 @@ class PreferenceStage(TrainingStage):
 
         def train(folder: RunFolder) -> None:
             training = PreferenceTraining(session, folder, gathered)
-            counts = f"{len(training.pairs)} pairs, {training.num_steps} steps"
-            print_line(make_console(), f"Run folder: {folder.path}\n{counts}")
+            print_line(make_console(), f"{len(training.pairs)} pairs, {training.num_steps} steps")
             save_config(folder, config)
             print_checkpoint(folder, config, train_steps(training, make_console(), "preferences", _pair_numbers))
 
@@ -165,7 +161,7 @@ class RewardModelStage(TrainingStage):
             training = RewardTraining(session, folder, examples)
             num = num_training(training.examples)
             counts = f"{num} training examples, {len(training.examples) - num} held out, {training.num_steps} steps"
-            print_line(make_console(), f"Run folder: {folder.path}\n{counts}")
+            print_line(make_console(), counts)
             save_config(folder, config)
             _print_reward_model(train_steps(training, make_console(), "reward model", numbers))
 
@@ -221,7 +217,6 @@ class RlStage(TrainingStage):
 
         def train(folder: RunFolder) -> None:
             console = make_console()
-            print_line(console, f"Run folder: {folder.path}")
             print_results(console, folder, config, train_policy(config, folder, session, console))
 
         return train
@@ -235,7 +230,6 @@ class RlStage(TrainingStage):
             return
         load_libraries()
         from ludus.engines.models.loading import resolve_device
-        from ludus.training.resume import is_complete
         from ludus.training.rl.rank_worker import run_rank
 
         if args.resume is not None:

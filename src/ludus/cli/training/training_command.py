@@ -24,6 +24,7 @@ from ludus.envs.registry import build_world
 from ludus.errors import LudusError, UserError
 from ludus.evaluation.evaluate import check_split
 from ludus.rewards.registry import added_parts
+from ludus.training.resume import check_kind, check_resume, describe_resume, is_complete
 from ludus.training.run import run_dir
 from ludus.training.run.preflight import check_extras, check_new_run
 from ludus.training.run.run_dir import RunFolder
@@ -91,12 +92,11 @@ class TrainingStage(ABC):
         train = self.prepare(config, True)
         folder = run_dir.new_run(config, name, self.kind, recipe)
         with run_dir.lock_run(folder), resume_hint(folder, new=True), explain_out_of_memory():
+            print_line(make_console(), f"Run folder: {folder.path}")
             train(folder)
 
     def resume(self, folder: RunFolder, overrides: Sequence[str]) -> None:
         """Resume a run, unless it is complete."""
-        from ludus.training.resume import check_kind, check_resume, describe_resume, is_complete
-
         warnings = run_dir.file_warnings(folder, run_config(folder, overrides))
         check_kind(folder, self.kind)
         with run_dir.lock_run(folder):
@@ -117,6 +117,7 @@ class TrainingStage(ABC):
             print_line(make_console(), describe_resume(folder, config, self.kind))
             for text in warnings:
                 print_line(make_console(), f"! {text}", "yellow")
+            print_line(make_console(), f"Run folder: {folder.path}")
             with resume_hint(folder), explain_out_of_memory():
                 train(folder)
 
@@ -177,7 +178,5 @@ def resume_hint(what: RunFolder | str, new: bool = False) -> Iterator[None]:
 
 def describe_interrupt(folder: RunFolder) -> str:
     """Describe where a resume of an interrupted run starts: after the newest checkpoint."""
-    from ludus.training.resume import describe_resume
-
     text = describe_resume(folder, folder.load_config(), run_dir.kind_of(folder))
     return f"The run {text[0].lower()}{text[1:]} "

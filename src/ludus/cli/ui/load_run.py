@@ -24,7 +24,7 @@ class LoadedRun:
     step: int
     engine: Engine
 
-    async def close(self) -> None:
+    async def aclose(self) -> None:
         """Close the engine and the world."""
         await self.engine.close()
         async with closing(self.session.world):
