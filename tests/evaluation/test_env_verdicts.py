@@ -9,14 +9,13 @@ from ludus.envs.tool_world import Dialogue, ToolWorld
 from ludus.evaluation.env_audit import CheckPlan, CheckReport, check_world, run_agents, sample_tasks
 from ludus.evaluation.scripted_agents import TEXTS, blind_agents
 from ludus.evaluation.verifier_report import (
-    Scorecard,
     VerdictShare,
+    errors_row,
     near_misses,
     perturbed,
     problems_in,
     rewritten,
     scorecard,
-    verdicts,
     wrong_answers_row,
 )
 from ludus.rewards.base import Reward
@@ -55,7 +54,7 @@ def right(task, text):
 
 def failing(world):
     report = check_world(world, PLAN)
-    rows = verdicts(scorecard(report, PLAN))
+    rows = scorecard(report, PLAN)
     agents = {row.agent.name for row in report.rows if row.mark == "fail"}
     return agents | {row.name for row in rows if row.mark == "fail"}, problems_in(rows)
 
@@ -122,12 +121,7 @@ def test_verifier_rejecting_other_spellings_of_the_answer_is_detected():
 
 
 def test_report_counts_false_negatives_and_false_positives():
-    same = (VerdictShare(0, 4),) * 2
-    card = Scorecard(
-        {"str": 4}, 0.1, 9.0, 9.0, 8, *same, VerdictShare(3, 4), VerdictShare(15, 16), VerdictShare(1, 40),
-        (0.0, 1.0), *same
-    )  # fmt: skip
-    (row,) = (row for row in verdicts(card) if row.name == "errors")
+    row = errors_row(VerdictShare(3, 4), VerdictShare(15, 16), VerdictShare(1, 40))
     assert row.found == "false negatives 2 of 20 [2.8%, 30.1%]; false positives 1 of 40 [0.4%, 12.9%]"
 
 

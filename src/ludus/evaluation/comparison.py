@@ -157,11 +157,9 @@ def curve_shape(points: Sequence[BoundaryPoint]) -> Shape:
 
 @dataclass(frozen=True)
 class TargetReached:
-    """Step, episodes and sampled tokens, interpolated, at which success first reached a target; None if never."""
+    """Interpolated step, episodes and sampled tokens when success first reached a target, if ever; the best success."""
 
-    step: float | None
-    episodes: float | None
-    tokens: float | None
+    at: tuple[float, float, float] | None
     best: float
 
 
@@ -180,8 +178,8 @@ def time_to_target(rows: Sequence[MetricsRow], metric: str, target: float) -> Ta
     best = max(point[0] for point in points)
     at = next((i for i, point in enumerate(points) if point[0] >= target), None)
     if at is None:
-        return TargetReached(None, None, None, best)
+        return TargetReached(None, best)
     before, after = points[max(0, at - 1)], points[at]
     share = 1.0 if at == 0 else (target - before[0]) / (after[0] - before[0])
     step, num, sampled = (x + share * (y - x) for x, y in zip(before[1:], after[1:], strict=True))
-    return TargetReached(step, num, sampled, best)
+    return TargetReached((step, num, sampled), best)

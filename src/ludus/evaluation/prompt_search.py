@@ -11,6 +11,7 @@ from types import SimpleNamespace
 from typing import TYPE_CHECKING, Final, TypeVar
 
 from ludus.errors import UserError
+from ludus.evaluation.tables import message_lines
 from ludus.rewards.base import Reward, success
 from ludus.types import Message, Task, Trajectory
 
@@ -42,13 +43,7 @@ def with_system_prompt(task: Task, text: str) -> Task:
 
 def transcript(messages: Sequence[Message]) -> str:
     """Return messages as text with their roles; a long text keeps its two ends."""
-    lines = []
-    for message in messages:
-        calls = [call["function"] for call in message.get("tool_calls", [])]
-        parts = [message.get("reasoning_content", ""), message["content"]]
-        parts += [f"{call['name']} {call['arguments']}" for call in calls]
-        lines.append(f"{message['role']}: {' '.join(filter(None, parts))}")
-    text = "\n".join(lines)
+    text = "\n".join(f"{message['role']}: {' '.join(message_lines(message))}" for message in messages)
     half = _MAX_CHARACTERS // 2
     return text if len(text) <= _MAX_CHARACTERS else f"{text[:half]}\n...\n{text[-half:]}"
 

@@ -1,4 +1,4 @@
-"""Tables of text for reports, and the formats of rates and sampling in them."""
+"""Tables of text for reports, and the formats of rates, sampling and messages in them."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, SubsetResult
     from ludus.evaluation.stats import Interval
+    from ludus.types import Message
 
 _MARKUP = re.compile(r"[\\|`*<\[&]|\b_|_\b")
 
@@ -33,6 +34,14 @@ def format_success(result: Evaluation | SubsetResult) -> str:
 def format_rate(rate: float, interval: Interval, form: str = ".1%") -> str:
     """Format a number with its interval, by default in per cent."""
     return f"{rate:{form}} [{interval.low:{form}}, {interval.high:{form}}]"
+
+
+def message_lines(message: Message, thought: str = "{}", call: str = "{}") -> list[str]:
+    """Return reasoning, content and calls of a message that are not empty; reasoning and calls in these formats."""
+    calls = [f"{one['function']['name']} {one['function']['arguments']}" for one in message.get("tool_calls", [])]
+    reasoning = message.get("reasoning_content", "")
+    lines = [thought.format(reasoning) if reasoning else "", message["content"], *map(call.format, calls)]
+    return [line for line in lines if line]
 
 
 def markdown_rows(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:

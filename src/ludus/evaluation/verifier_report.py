@@ -6,7 +6,7 @@ import asyncio
 import re
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from ludus.envs.base import World
@@ -49,66 +49,70 @@ class VerdictShare:
 
 
 @dataclass(frozen=True, slots=True)
-class Scorecard:
-    """Measurements of a verifier.
+class ScorecardRow:
+    """A property of a verifier, its measurement, mark, and the reason unless the mark is `pass`; `share` if counted."""
 
-    `truths` counts the tasks by the type of their truth. `grading_ms` is the mean time of a grading (of a test run, for
-    an environment that runs tests at the end). `alone_per_s` and `together_per_s` are episodes per second of a scripted
-    agent, one at a time and `concurrency` at a time. `unstable` counts trajectories whose reward differs between
-    gradings, `replayed` episodes whose reward differs when the same actions are replayed, `paraphrased` accepted
-    paraphrases and alternative solutions. `rewritten` counts accepted correct answers with other case or spacing
-    (unless the world has paraphrases), and `corrupted` accepted wrong answers near the correct one, for tasks whose
-    truth is an answer. `values` are the observed outcomes. `distinct` counts the tasks of the split that differ in more
-    than identifiers, names and numbers. `saturated` counts the tasks that one of the `BASELINES` solves.
-    """
-
-    truths: Mapping[str, int]
-    grading_ms: float
-    alone_per_s: float
-    together_per_s: float
-    concurrency: int
-    unstable: VerdictShare
-    replayed: VerdictShare
-    paraphrased: VerdictShare
-    rewritten: VerdictShare
-    corrupted: VerdictShare
-    values: tuple[float, ...]
-    distinct: VerdictShare
-    saturated: VerdictShare
-
-    @property
-    def is_graded(self) -> bool:
-        """Whether there are outcomes between the lowest and the highest."""
-        return len(self.values) > 2
+    name: str
+    found: str
+    mark: Mark = "pass"
+    why: str = ""
+    share: VerdictShare | None = None
 
 
-def scorecard(report: CheckReport, plan: CheckPlan) -> Scorecard:
+def _row(name: str, found: str, why: str, *, fails: bool = False, doubtful: bool = False) -> ScorecardRow:
+    mark: Mark = "fail" if fails else "doubtful" if doubtful else "pass"
+    return ScorecardRow(name, found, mark, "" if mark == "pass" else why)
+
+
+def scorecard(report: CheckReport, plan: CheckPlan) -> list[ScorecardRow]:
     """Measure the verifier of a checked world, outside an event loop. Raises WorldError if a reward fails now."""
     return asyncio.run(_scorecard(report, plan))
 
 
-async def _scorecard(report: CheckReport, plan: CheckPlan) -> Scorecard:
+async def _scorecard(report: CheckReport, plan: CheckPlan) -> list[ScorecardRow]:
     tasks = report.world.tasks(plan.split)
+    truths = Counter(type(task.truth).__name__ for task in tasks)
     plays = [play for row in report.rows for play in row.plays if play.trajectory is not None]
     grading_ms, unstable = await _gradings(report.world, plays, plan)
     alone, together = await _speed(report, plan, 1), await _speed(report, plan, plan.concurrency)
-    rewritten, spoilt = await perturbed(report, plan)
+    rewritten, corrupted = await perturbed(report, plan)
+    replayed, paraphrased = await _replayed(report, plan), await _paraphrased(report, plan)
+    values = {round(play.share, 9) for play in plays}
+    speed = f"{alone:,.0f} episodes/s alone, {together:,.0f} with {plan.concurrency} at once"
+    slow = "A grading takes seconds and delays training."
+    return [
+        ScorecardRow("truth", ", ".join(f"{name} ({count} tasks)" for name, count in truths.items())),
+        _row("speed", f"{grading_ms:.3f} ms per grading", slow, doubtful=grading_ms > SLOW_MS),
+        ScorecardRow("parallelism", speed),
+        _noise("stability, graded again", unstable, "trajectories"),
+        _noise("stability, replayed", replayed, "episodes"),
+        _accepts("paraphrases", paraphrased, "none available", "paraphrased answers or alternative solutions"),
+        _accepts("rewritten answers", rewritten, "nothing to rewrite", "answers with other case or spacing"),
+        wrong_answers_row(corrupted),
+        errors_row(paraphrased, rewritten, corrupted),
+        ScorecardRow("outcome", f"graded, {len(values)} values seen" if len(values) > 2 else "two values at most"),
+        _distinct(tasks),
+        _saturation(report),
+    ]
+
+
+def _distinct(tasks: Sequence[Task]) -> ScorecardRow:
+    """Return the row on tasks of the split that differ in more than identifiers, names and numbers."""
+    share = VerdictShare(len({form_of(user_prompt(task)) for task in tasks}), len(tasks))
+    alike = f"The prompts of {share.whole:,} tasks differ only in names and numbers."
+    found = f"{share} without identifiers, names and numbers"
+    row = _row("distinct tasks", found, alike, doubtful=share.whole >= 50 and share.part < 5)
+    return replace(row, share=share)
+
+
+def _saturation(report: CheckReport) -> ScorecardRow:
+    """Return the row on tasks that one of the `BASELINES` solves."""
     baselines = [play for row in report.rows if row.agent.name in BASELINES for play in row.plays]
-    return Scorecard(
-        truths=Counter(type(task.truth).__name__ for task in tasks),
-        grading_ms=grading_ms,
-        alone_per_s=alone,
-        together_per_s=together,
-        concurrency=plan.concurrency,
-        unstable=unstable,
-        replayed=await _replayed(report, plan),
-        paraphrased=await _paraphrased(report, plan),
-        rewritten=rewritten,
-        corrupted=spoilt,
-        values=tuple(sorted({round(play.share, 9) for play in plays})),
-        distinct=VerdictShare(len({form_of(user_prompt(task)) for task in tasks}), len(tasks)),
-        saturated=VerdictShare(len({play.task.id for play in baselines if play.succeeded}), len(report.tasks)),
-    )
+    share = VerdictShare(len({play.task.id for play in baselines if play.succeeded}), len(report.tasks))
+    found = f"{share} tasks solved by null, idle, echo or the majority answer"
+    many = share.value > 0.5 and share.whole >= MIN_TRIALS
+    easy = f"Agents without tools and skill solve {share} tasks."
+    return replace(_row("saturation", found, easy, fails=many, doubtful=share.value > 0.25), share=share)
 
 
 def form_of(text: str) -> str:
@@ -270,82 +274,39 @@ def _others(world: World, task: Task) -> list[str]:
     return [*others[:3], f" {task.truth.accepted[0].upper()}."]
 
 
-@dataclass(frozen=True, slots=True)
-class ScorecardVerdict:
-    """A row of the report: property, measurement, mark, and the reason unless the mark is `pass`."""
-
-    name: str
-    found: str
-    mark: Mark = "pass"
-    why: str = ""
-
-    @classmethod
-    def of(cls, name: str, found: str, why: str, *, fails: bool = False, doubtful: bool = False) -> ScorecardVerdict:
-        """Return a row with the mark `fail`, `doubtful` or `pass`; a `pass` has no reason."""
-        mark: Mark = "fail" if fails else "doubtful" if doubtful else "pass"
-        return cls(name, found, mark, "" if mark == "pass" else why)
+def problems_in(rows: Sequence[ScorecardRow]) -> list[str]:
+    """Return the reasons of the failed rows."""
+    return [row.why for row in rows if row.mark == "fail"]
 
 
-def verdicts(card: Scorecard) -> list[ScorecardVerdict]:
-    """Return all rows of a scorecard with their verdicts."""
-    names = ", ".join(f"{name} ({count} tasks)" for name, count in card.truths.items())
-    graded = f"graded, {len(card.values)} values seen" if card.is_graded else "two values at most"
-    slow = "A grading takes seconds and delays training."
-    alone, together = f"{card.alone_per_s:,.0f}", f"{card.together_per_s:,.0f}"
-    right = card.paraphrased.whole + card.rewritten.whole
-    refused = VerdictShare(right - card.paraphrased.part - card.rewritten.part, right)
-    distinct, solved = card.distinct, card.saturated
-    forms = f"{distinct} without identifiers, names and numbers"
-    alike = f"The prompts of {distinct.whole:,} tasks differ only in names and numbers."
-    by_baseline = f"{solved} tasks solved by null, idle, echo or the majority answer"
-    easy = f"Agents without tools and skill solve {solved} tasks."
-    many = solved.value > 0.5 and solved.whole >= MIN_TRIALS
-    row = ScorecardVerdict.of
-    return [
-        ScorecardVerdict("truth", names),
-        row("speed", f"{card.grading_ms:.3f} ms per grading", slow, doubtful=card.grading_ms > SLOW_MS),
-        ScorecardVerdict("parallelism", f"{alone} episodes/s alone, {together} with {card.concurrency} at once"),
-        _noise("stability, graded again", card.unstable, "trajectories"),
-        _noise("stability, replayed", card.replayed, "episodes"),
-        _accepts("paraphrases", card.paraphrased, "none available", "paraphrased answers or alternative solutions"),
-        _accepts("rewritten answers", card.rewritten, "nothing to rewrite", "answers with other case or spacing"),
-        wrong_answers_row(card.corrupted),
-        ScorecardVerdict("errors", f"false negatives {_rate(refused)}; false positives {_rate(card.corrupted)}"),
-        ScorecardVerdict("outcome", graded),
-        row("distinct tasks", forms, alike, doubtful=distinct.whole >= 50 and distinct.part < 5),
-        row("saturation", by_baseline, easy, fails=many, doubtful=solved.value > 0.25),
-    ]
+def _noise(what: str, changed: VerdictShare, which: str) -> ScorecardRow:
+    why = f"The verifier is not stable: the reward of {changed} {which} changes."
+    row = _row(what, f"{changed} {which} change", why, fails=changed.value > 0.05, doubtful=changed.part > 0)
+    return replace(row, share=changed)
+
+
+def _accepts(what: str, accepted: VerdictShare, empty: str, which: str) -> ScorecardRow:
+    why = f"The verifier rejects {accepted.whole - accepted.part} of {accepted.whole} correct {which}."
+    few = accepted.value < MIN_ACCEPTED and accepted.whole >= MIN_TRIALS
+    row = _row(what, f"{accepted} accepted", why, fails=few, doubtful=accepted.value < 0.9)
+    return replace(row, share=accepted) if accepted.whole else ScorecardRow(what, empty, share=accepted)
+
+
+def wrong_answers_row(accepted: VerdictShare) -> ScorecardRow:
+    """Return the row on wrong answers near the correct one."""
+    what, found = "wrong answers near the truth", f"{accepted} accepted" if accepted.whole else "none available"
+    why = f"The verifier accepts {accepted} wrong answers near the correct one (negated, cut, other numbers)."
+    many = accepted.value > 0.1 and accepted.whole >= MIN_TRIALS
+    return replace(_row(what, found, why, fails=many, doubtful=accepted.part > 0), share=accepted)
+
+
+def errors_row(paraphrased: VerdictShare, rewritten: VerdictShare, corrupted: VerdictShare) -> ScorecardRow:
+    """Return the row on rejected correct answers and accepted wrong ones, with intervals."""
+    right = paraphrased.whole + rewritten.whole
+    refused = VerdictShare(right - paraphrased.part - rewritten.part, right)
+    return ScorecardRow("errors", f"false negatives {_rate(refused)}; false positives {_rate(corrupted)}")
 
 
 def _rate(share: VerdictShare) -> str:
     interval = wilson(share.part, share.whole) if share.whole else None
     return f"{share} [{interval.low:.1%}, {interval.high:.1%}]" if interval else str(share)
-
-
-def problems_in(rows: Sequence[ScorecardVerdict]) -> list[str]:
-    """Return the reasons of the failed rows."""
-    return [row.why for row in rows if row.mark == "fail"]
-
-
-def _noise(what: str, changed: VerdictShare, which: str) -> ScorecardVerdict:
-    why = f"The verifier is not stable: the reward of {changed} {which} changes."
-    fails, doubtful = changed.value > 0.05, changed.part > 0
-    return ScorecardVerdict.of(what, f"{changed} {which} change", why, fails=fails, doubtful=doubtful)
-
-
-def _accepts(what: str, accepted: VerdictShare, empty: str, which: str) -> ScorecardVerdict:
-    if not accepted.whole:
-        return ScorecardVerdict(what, empty)
-    why = f"The verifier rejects {accepted.whole - accepted.part} of {accepted.whole} correct {which}."
-    few = accepted.value < MIN_ACCEPTED and accepted.whole >= MIN_TRIALS
-    return ScorecardVerdict.of(what, f"{accepted} accepted", why, fails=few, doubtful=accepted.value < 0.9)
-
-
-def wrong_answers_row(accepted: VerdictShare) -> ScorecardVerdict:
-    """Return the row on wrong answers near the correct one."""
-    what = "wrong answers near the truth"
-    if not accepted.whole:
-        return ScorecardVerdict(what, "none available")
-    why = f"The verifier accepts {accepted} wrong answers near the correct one (negated, cut, other numbers)."
-    many = accepted.value > 0.1 and accepted.whole >= MIN_TRIALS
-    return ScorecardVerdict.of(what, f"{accepted} accepted", why, fails=many, doubtful=accepted.part > 0)

@@ -14,6 +14,7 @@ from typing import Final
 from jinja2 import Environment
 
 from ludus.evaluation.stats import t_interval
+from ludus.evaluation.tables import message_lines
 from ludus.report import data
 from ludus.report.data import NUMBERS, ReportedRun
 from ludus.report.svg import BOX, POINTS, Chart, Drawn, downsample, histogram, line_chart, style
@@ -174,7 +175,4 @@ def _first_and_last(run: ReportedRun) -> list[RolloutRecord]:
 
 def message_text(message: Message) -> str:
     """Return the role, reasoning, content and calls of a message."""
-    calls = [f"-> {c['function']['name']} {c['function']['arguments']}" for c in message.get("tool_calls", [])]
-    thought = message.get("reasoning_content", "")
-    lines = [f"({thought})" if thought else "", message["content"], *calls]
-    return f"{message['role']}: " + "\n".join(line for line in lines if line)
+    return f"{message['role']}: " + "\n".join(message_lines(message, "({})", "-> {}"))

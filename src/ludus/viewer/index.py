@@ -15,6 +15,7 @@ from threading import Lock
 
 from ludus.errors import StorageError, UserError
 from ludus.evaluation.exports import encodable
+from ludus.evaluation.tables import message_lines
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
 from ludus.training.run.run_dir import RunFolder
 
@@ -152,12 +153,8 @@ def summary(record: RolloutRecord, solved: bool | None) -> Row:
 
 def words(record: RolloutRecord) -> str:
     """Return the text to search: contents, reasoning and calls of all messages."""
-    parts: list[str] = []
-    for message in record.trajectory.messages:
-        calls = [call["function"] for call in message.get("tool_calls", [])]
-        parts += [message["content"], message.get("reasoning_content", "")]
-        parts += [f"{call['name']} {call['arguments']}" for call in calls]
-    return encodable("\n".join(parts))
+    lines = (line for message in record.trajectory.messages for line in message_lines(message))
+    return encodable("\n".join(lines))
 
 
 def match_text(text: str) -> str:

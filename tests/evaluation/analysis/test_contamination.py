@@ -52,7 +52,7 @@ def test_overlap_finds_a_planted_copy_but_not_a_shared_template():
     found = overlap(QUESTIONS, training)
     shares = found.shares
     assert shares[7] == 1.0
-    assert shares.sum() == 1.0
+    assert sum(shares) == 1.0
     assert found.examples[7] == "text 1"
     assert found.examples.count("") == 39
 

@@ -278,10 +278,10 @@ def _target_table(rows: Sequence[Sequence[MetricsRow]], metrics: Sequence[str], 
     for metric in metrics:
         for name, own in zip("AB", rows, strict=True):
             found = time_to_target(own, metric, target)
-            if found.step is None or found.episodes is None or found.tokens is None:
-                numbers: tuple[object, ...] = ("not reached", None, None)
-            else:
-                numbers = (f"{found.step:.1f}", f"{found.episodes:,.0f}", f"{found.tokens:,.0f}")
+            numbers: tuple[object, ...] = ("not reached", None, None)
+            if found.at is not None:
+                step, episodes, tokens = found.at
+                numbers = (f"{step:.1f}", f"{episodes:,.0f}", f"{tokens:,.0f}")
             cells.append((metric.removesuffix("/success"), name, *numbers, f"{found.best:.1%}"))
     details = (TableColumn("episodes", 2), TableColumn("sampled tokens", 1), TableColumn("best", 3))
     return make_table(("evaluation", "run", "step", *details), cells, f"Until {target:.0%} success")

@@ -11,6 +11,7 @@ from rich.text import Text
 from ludus.chat.render import Tokenizer
 from ludus.cli.ui.terminal import print_line, print_text
 from ludus.engines.base import common_prefix
+from ludus.evaluation.tables import message_lines
 from ludus.rollouts.rollout_files import RolloutRecord
 from ludus.tools.base import Tool
 from ludus.types import Message, Segment, ToolOutcome, ToolStatus, Trajectory
@@ -84,9 +85,7 @@ def _marked_tokens(segments: Sequence[Segment], tokenizer: Tokenizer) -> Iterato
 
 def message_text(message: Message) -> str:
     """Return a message as text: reasoning, content and tool calls."""
-    thought = message.get("reasoning_content", "")
-    parts = [f"(thinks) {thought}" if thought else "", message["content"], *map("(calls) {}".format, calls(message))]
-    return "\n".join(part for part in parts if part)
+    return "\n".join(message_lines(message, "(thinks) {}", "(calls) {}"))
 
 
 def calls(message: Message) -> list[str]:

@@ -7,8 +7,8 @@ after and before it; the value after the last turn is the episode's own outcome.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Mapping
+from dataclasses import replace
 
 from ludus.errors import UserError
 from ludus.evaluation.probes.episodes import (
@@ -28,34 +28,6 @@ from ludus.evaluation.stats import Interval, rates_difference, wilson
 from ludus.rollouts.episode import ChatSession
 from ludus.rollouts.scheduler import RolloutRequest
 from ludus.types import Trajectory
-
-
-@dataclass(frozen=True)
-class CounterfactualEpisode:
-    """An episode, its number of turns and outcome, and the successes of attempts resampled before each turn."""
-
-    task: str
-    num_turns: int
-    success: float
-    samples: int
-    successes: Mapping[int, int]
-
-    def value(self, turn: int) -> float | None:
-        """Return the value before a turn, after the last turn the outcome; None if it was not measured."""
-        if turn == self.num_turns:
-            return self.success
-        return self.successes[turn] / self.samples if turn in self.successes else None
-
-    def gain(self, turn: int) -> Measured | None:
-        """Return the gain of a turn; the outcome after the last one counts as known."""
-        wins, after = self.successes[turn], self.value(turn + 1)
-        if after is None:
-            return None
-        value, interval = wins / self.samples, wilson(wins, self.samples)
-        if turn + 1 in self.successes:
-            later = wilson(self.successes[turn + 1], self.samples)
-            return Measured(*rates_difference((value, interval), (after, later)), signed=True)
-        return Measured(after - value, Interval(after - interval.high, after - interval.low), signed=True)
 
 
 async def measure_counterfactuals(make: MakeScheduler, plan: ProbePlan, turn: int | None = None) -> ProbeReport:
@@ -86,12 +58,9 @@ async def measure_counterfactuals(make: MakeScheduler, plan: ProbePlan, turn: in
             wins[task][index] = count
     if not any(indices[0] in counts for counts in wins.values()):
         raise UserError(f"No episode has a turn {turn}.", "Choose an earlier --turn.")
-    found = []
-    for one in chosen:
-        outcome = (num_turns[one.task_id], succeeded(scheduler, one))
-        found.append(CounterfactualEpisode(one.task_id, *outcome, plan.samples, wins[one.task_id]))
+    outcomes = {one.task_id: {num_turns[one.task_id]: succeeded(scheduler, one)} for one in chosen}
     note = f"{plan.samples} attempts from each state. Mean rows cover the episodes that reached the turn."
-    rows = [row for row in _rows(found) if turn in (None, row["turn"])]
+    rows = [row for row in _rows(wins, outcomes, plan.samples) if turn in (None, row["turn"])]
     return ProbeReport("counterfactuals", "Value before each turn, and its gain", rows, (note,))
 
 
@@ -121,18 +90,34 @@ async def _resample(
     return counts
 
 
-def _rows(episodes: Sequence[CounterfactualEpisode]) -> list[dict[str, Cell]]:
+def _rows(
+    wins: Mapping[str, Mapping[int, int]], outcomes: Mapping[str, Mapping[int, float]], samples: int
+) -> list[dict[str, Cell]]:
+    """Return the rows of successes by task and turn; `outcomes` has the success of each episode after its last turn."""
+    shares = {task: {turn: num / samples for turn, num in own.items()} for task, own in wins.items()}
+    values = {task: {**own, **outcomes[task]} for task, own in shares.items()}
     rows: list[dict[str, Cell]] = []
-    for turn in sorted({turn for one in episodes for turn in one.successes}):
-        pairs = {one.task: (one.value(turn), one.value(turn + 1)) for one in episodes if turn in one.successes}
-        known = {task: (a, b) for task, (a, b) in pairs.items() if a is not None and b is not None}
+    for turn in sorted({turn for own in wins.values() for turn in own}):
+        known = [task for task, own in wins.items() if turn in own and turn + 1 in values[task]]
         if len(known) < 2:
             continue
-        before, after = ({task: pair[i] for task, pair in known.items()} for i in (0, 1))
+        before, after = ({task: values[task][place] for task in known} for place in (turn, turn + 1))
         cells = {"value": mean_over_tasks(before), "gain": difference(after, before)}
         rows.append({"episode": f"mean of {len(known)}", "turn": turn + 1, **cells})
-    for one in episodes:
-        for turn, wins in one.successes.items():
-            value = Measured(wins / one.samples, wilson(wins, one.samples))
-            rows.append({"episode": one.task, "turn": turn + 1, "value": value, "gain": one.gain(turn)})
+    for task, own in wins.items():
+        for turn, num in own.items():
+            value = Measured(num / samples, wilson(num, samples))
+            later = wilson(own[turn + 1], samples) if turn + 1 in own else None
+            gain = _gain(value, values[task].get(turn + 1), later)
+            rows.append({"episode": task, "turn": turn + 1, "value": value, "gain": gain})
     return rows
+
+
+def _gain(value: Measured, after: float | None, later: Interval | None) -> Measured | None:
+    """Return the gain of a turn; the outcome after the last one counts as known, without an interval `later`."""
+    if after is None:
+        return None
+    if later is not None:
+        return Measured(*rates_difference((value.value, value.interval), (after, later)), signed=True)
+    interval = Interval(after - value.interval.high, after - value.interval.low)
+    return Measured(after - value.value, interval, signed=True)
