@@ -161,9 +161,9 @@ def test_alarm_texts_contain_the_measured_numbers():
     kinds = {"tools/error_rate": 0.9, "tools/status/raised": 0.3, "tools/status/malformed": 0.6}
     assert "most often malformed (60% of all calls)" in text_of("tool_errors", [kinds])
     easy = with_end(1, groups__zero_variance=1.0, groups__solve_all=1.0)
-    assert "too easy (all solved)" in text_of("equal_rewards", easy)
+    assert "100% of the groups are too easy (all solved)" in text_of("equal_rewards", easy)
     hard = with_end(1, groups__zero_variance=1.0, groups__solve_all=0.0, groups__solve_none=1.0)
-    assert "too hard (none solved)" in text_of("equal_rewards", hard)
+    assert "0% of the groups are too easy (all solved), 100% too hard" in text_of("equal_rewards", hard)
 
 
 @pytest.mark.parametrize(

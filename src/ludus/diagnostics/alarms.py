@@ -58,7 +58,7 @@ EQUAL: Final = "groups/zero_variance"
 class Rule:
     """Texts, limits and action of an alarm; those without a function have conditions, and the text of their evidence.
 
-    `unless` is a metric that prevents the alarm if the newest step has it with a value other than 0.
+    `unless` are metrics that prevent the alarm if the newest step has one with a value other than 0.
     """
 
     cause: str
@@ -66,7 +66,7 @@ class Rule:
     action: AlarmAction
     limits: Mapping[str, float]
     when: Sequence[str] = ()
-    unless: str = ""
+    unless: Sequence[str] = ()
     evidence: str = "{metric} is {value:.4g}, above {limit:g}{during}"
 
 
@@ -178,7 +178,7 @@ def _compared(history: History, rule: Rule) -> str:
         sides = [_side(text, history, rule.limits) for text in (left, right)]
         if not all(sides) or not all(map(_COMPARISONS[comparison], *sides)):
             return ""
-    if history[-1].get(rule.unless, 0.0) != 0:
+    if any(history[-1].get(name, 0.0) != 0 for name in rule.unless):
         return ""
     names = [name for _, name, _, _ in Formatter().parse(rule.evidence) if name]
     values: dict[str, float | str] = {name: [0.0, *_side(name, history, rule.limits)][-1] for name in names}
@@ -257,14 +257,18 @@ def held_out_zero(history: History, *, evaluations: int, limit: float) -> str:
 @alarm
 def held_out_drop(history: History, *, evaluations: int, drop: float) -> str:
     """Held-out success is below its best evaluation in the last ones, by more than the error of both allows."""
+    name, best, solved, last = _since_best(history, evaluations)
+    widths = [math.hypot(_half_width(best, name), _half_width(row, name)) for row, _ in last]
+    if not last or any(solved - value < max(drop, width) for (_, value), width in zip(last, widths, strict=True)):
+        return ""
+    return f"{name} fell from {solved:.2f} to {last[-1][1]:.2f}, below it in the last {evaluations} evaluations"
+
+
+def _since_best(history: History, evaluations: int) -> tuple[str, Row, float, list[tuple[Row, float]]]:
+    """Return the name of a held-out success, its best row and value before the last evaluations, and these, if any."""
     name, found = _evaluations(history)
-    if len(found) <= evaluations:
-        return ""
-    best, solved = max(found[:-evaluations], key=lambda pair: pair[1])
-    widths = [math.hypot(*(_half_width(one, name) for one in (best, row))) for row, _ in found[-evaluations:]]
-    if any(solved - value < max(drop, w) for (_, value), w in zip(found[-evaluations:], widths, strict=True)):
-        return ""
-    return f"{name} fell from {solved:.2f} to {found[-1][1]:.2f}, below it in the last {evaluations} evaluations"
+    best, solved = max(found[:-evaluations], key=lambda pair: pair[1], default=({}, 0.0))
+    return name, best, solved, found[-evaluations:] if len(found) > evaluations else []
 
 
 def _half_width(row: Row, name: str) -> float:
@@ -287,17 +291,6 @@ def zero_reward(history: History, *, steps: int) -> str:
                 why = "most episodes are cut off by a token limit before they answer"
             return f"every reward{place} in the last {steps} steps; {why}"
     return ""
-
-
-@alarm
-def equal_rewards(history: History, *, steps: int, limit: float) -> str:
-    """All groups have equal rewards, and rewards are the only source of the loss."""
-    now, values = history[-1], last_values(history, EQUAL, steps)
-    if not values or min(values) < limit or "distill/reverse_kl" in now or now.get("experts/trained", 0.0) > 0:
-        return ""
-    easy, hard = "too easy (all solved)", "too hard (none solved)"
-    why = easy if now.get("groups/solve_all", 0.0) >= 1 else hard if now.get("groups/solve_none", 0.0) >= 1 else ""
-    return f"the policy loss is exactly 0, and the tasks are {why or f'{easy} or {hard}'}"
 
 
 @alarm
@@ -382,17 +375,16 @@ def _means(rows: History) -> dict[str, float]:
 @alarm
 def reward_hacking(history: History, *, evaluations: int, rise: float, drop: float) -> str:
     """Held-out success is below its best evaluation, with disjoint intervals, while the training reward is above."""
-    name, found = _evaluations(history)
-    if len(found) <= evaluations:
-        return ""
-    best, solved = max(found[:-evaluations], key=lambda pair: pair[1])
+    name, best, solved, last = _since_best(history, evaluations)
     bounds = name.removesuffix("/success")
-    for row, value in found[-evaluations:]:
+    for row, value in last:
         is_worse = value <= solved - drop and row.get(f"{bounds}/high", value) < best.get(f"{bounds}/low", solved)
         if not is_worse or row["reward/mean"] < best["reward/mean"] + rise:
             return ""
+    if not last:
+        return ""
     rose = f"reward/mean rose from {best['reward/mean']:.2f} to {history[-1]['reward/mean']:.2f}"
-    return f"{name} fell from {solved:.2f} to {found[-1][1]:.2f}; {rose}"
+    return f"{name} fell from {solved:.2f} to {last[-1][1]:.2f}; {rose}"
 
 
 @alarm

@@ -166,7 +166,7 @@ def _first_and_last(run: ReportedRun) -> list[RolloutRecord]:
         first, last = found[0], found[-1]
         files = [run.folder.evaluations / f"{one.name}.jsonl.gz" for one in (first, last)]
         before, after = first.result.scores, last.result.scores
-        common = sorted(before.keys() & after.keys(), key=lambda task: before[task] - after[task])
+        common = sorted((task for task in before if task in after), key=lambda task: before[task] - after[task])
         if len(found) > 1 and common and all(file.is_file() for file in files):
             records = (next((r for r in read_rollouts(file) if r.group == common[0]), None) for file in files)
             return [record for record in records if record is not None]

@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
+import numpy as np
+
 BOX: Final = {"width": 360, "height": 190, "left": 46, "right": 352, "top": 8, "bottom": 168}
 """Size of a chart, and the edges of its plot."""
 POINTS: Final = 600
@@ -125,12 +127,11 @@ def histogram(title: str, first: Sequence[float], last: Sequence[float], number:
     width = 1.0 if whole else (high - low) / bins or 1.0
     count = int(high - low) + 1 if whole else bins
     low -= 0.5 * whole
+    edges = np.linspace(low, low + count * width, count + 1)
     columns: list[tuple[str, float, float, float]] = []
     for name, given in (("before", first), (f"after {style(number)}", last)):
-        found = [0] * count
-        for value in given:
-            found[min(count - 1, int((value - low) / width))] += 1
-        shares = [(low + i * width, low + (i + 1) * width, num / max(1, len(given))) for i, num in enumerate(found)]
-        columns += [(name, *one) for one in shares]
+        shares = np.histogram(given, edges)[0] / max(1, len(given))
+        sides = zip(edges[:-1].tolist(), edges[1:].tolist(), shares.tolist(), strict=True)
+        columns += [(name, *one) for one in sides]
     axes = Axes((low, low + count * width), (0.0, 1.05 * max(share for *_, share in columns)))
     return Chart(title, axes, columns=columns)

@@ -17,23 +17,8 @@ from ludus.cli.ui.tables import DETECTED
 from ludus.cli.ui.terminal import make_console, print_line, print_text
 from ludus.diagnostics.trackers import MetricsRow, read_metrics
 from ludus.errors import UserError
-from ludus.evaluation.comparison import (
-    BoundaryPoint,
-    Key,
-    Pair,
-    StoredEvaluation,
-    boundary,
-    common_scores,
-    compare,
-    curve_shape,
-    differing_conditions,
-    load_stored,
-    mean_square,
-    newest_evaluations,
-    paired_verdict,
-    time_to_target,
-    verdict,
-)
+from ludus.evaluation import comparison
+from ludus.evaluation.comparison import Pair, StoredEvaluation
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan
 from ludus.evaluation.stats import PairedDifference, SeedsDifference, seeds_difference, tasks_needed
 from ludus.evaluation.tables import format_rate, format_sampling
@@ -69,7 +54,7 @@ def check_arguments(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
 
 
 def _print_comparison(pairs: Sequence[Pair], args: argparse.Namespace) -> None:
-    differences = [compare(a.result, b.result) for a, b in pairs]
+    differences = [comparison.compare(a.result, b.result) for a, b in pairs]
     console = make_console()
     a_path, b_path = (args.a[0], args.against[0]) if args.against else args.a
     print_line(console, f"A: {a_path}\nB: {b_path}")
@@ -83,15 +68,16 @@ def _print_comparison(pairs: Sequence[Pair], args: argparse.Namespace) -> None:
         if table.shows("detectable", console.width):
             print_text(console, f"detectable: the smallest difference over these tasks that {DETECTED}.")
         for (a, b), found in zip(pairs, differences, strict=True):
-            square = mean_square(*common_scores(a.result, b.result))
-            print_text(console, f"{a.name}: {paired_verdict(a.result, b.result, found)}")
+            square = comparison.mean_square(*comparison.common_scores(a.result, b.result))
+            print_text(console, f"{a.name}: {comparison.paired_verdict(a.result, b.result, found)}")
             if args.power is not None:
                 print_text(console, _power_text(args.power, square))
     for a, b in pairs:
         if len(a.result.task_ids) != len(b.result.task_ids):
             sizes = f"{len(a.result.task_ids)} tasks in A and {len(b.result.task_ids)} in B"
             print_text(console, f"note: {a.name} and {b.name} have {sizes}; those of both are compared", "yellow")
-    for text in dict.fromkeys(text for pair in pairs for text in differing_conditions(pair[0].result, pair[1].result)):
+    differing = (text for a, b in pairs for text in comparison.differing_conditions(a.result, b.result))
+    for text in dict.fromkeys(differing):
         print_text(console, f"note: {text}", "yellow")
 
 
@@ -112,8 +98,8 @@ def find_pairs(a: Path, b: Path) -> list[Pair]:
         kinds = ("a folder", "a file") if a.is_dir() else ("a file", "a folder")
         raise UserError(f"{a} is {kinds[0]}, and {b} is {kinds[1]}.", "Name two files or two folders.")
     if not a.is_dir():
-        return [(load_stored(a), load_stored(b))]
-    in_a, in_b = newest_evaluations(a), newest_evaluations(b)
+        return [(comparison.load_stored(a), comparison.load_stored(b))]
+    in_a, in_b = comparison.newest_evaluations(a), comparison.newest_evaluations(b)
     pairs = [(in_a[key], in_b[key]) for key in in_a if key in in_b]
     if not pairs:
         text = f"{a} and {b} have no evaluation of the same split, sampling and number of tasks."
@@ -128,7 +114,7 @@ def find_pairs(a: Path, b: Path) -> list[Pair]:
     return pairs
 
 
-def _listing(found: dict[Key, StoredEvaluation]) -> str:
+def _listing(found: dict[comparison.Key, StoredEvaluation]) -> str:
     plans = [stored.result.plan for stored in found.values()]
     return "; ".join(f"{plan.split}, {format_sampling(plan)}, {plan.num_tasks} tasks" for plan in plans)
 
@@ -139,7 +125,7 @@ def _comparison_table(pairs: Sequence[Pair], differences: Sequence[PairedDiffere
     rows = []
     for (a, b), found in zip(pairs, differences, strict=True):
         plan = a.result.plan
-        rates = [f"{sum(scores.values()) / len(scores):.1%}" for scores in common_scores(a.result, b.result)]
+        rates = [f"{sum(scores.values()) / len(scores):.1%}" for scores in comparison.common_scores(a.result, b.result)]
         row = (plan.split, format_sampling(plan), found.num_tasks, *rates)
         difference = format_rate(found.difference, found.interval, "+.1%")
         detectable = None if found.detectable is None else f"{found.detectable:.1%}"
@@ -169,7 +155,7 @@ def _print_seeds(all_a: Sequence[Path], all_b: Sequence[Path], power: float | No
     print_text(console, "The interval covers seeds and tasks: the sum of their variances less their interaction.")
     for plan, found, _, square in rows:
         least = min(1.0, _REACH * math.hypot(found.error_tasks, found.error_seeds))
-        text = verdict(found.difference, found.interval, found.num_tasks, least)
+        text = comparison.verdict(found.difference, found.interval, found.num_tasks, least)
         print_text(console, f"{plan.split}, {format_sampling(plan)}: {text}")
         if power is not None:
             print_text(console, f"{_power_text(power, square)} More tasks do not reduce the error of the seeds.")
@@ -187,7 +173,7 @@ def matching(
         first = pairs[paths[1]][0][0]
         found = [[first, *(pairs[path][0][1] for path in paths[1:])]]
     else:
-        stored = [newest_evaluations(path) for path in paths]
+        stored = [comparison.newest_evaluations(path) for path in paths]
         found = [[one[key] for one in stored] for key in stored[0] if all(key in one for one in stored)]
     if not found:
         raise UserError("No evaluation exists in all runs.", "Evaluate all with the same splits, sampling and tasks.")
@@ -206,7 +192,7 @@ def compare_seeds(a: Sequence[StoredEvaluation], b: Sequence[StoredEvaluation]) 
 
 
 def _scores(first: Evaluation, other: StoredEvaluation) -> list[float]:
-    ours, theirs = common_scores(first, other.result)
+    ours, theirs = comparison.common_scores(first, other.result)
     if ours.keys() != theirs.keys() or len(ours) != len(first.task_ids):
         text = f"{other.name} does not have the {len(first.task_ids)} tasks of the first run."
         raise UserError(text, "Compare evaluations of the same split, tasks and world settings.")
@@ -241,13 +227,13 @@ def print_boundary(console: Console, pairs: Sequence[Pair]) -> None:
         text = "--boundary needs evaluations with several attempts per task."
         raise UserError(text, "Evaluate both with --evaluation.samples 64 and a temperature above 0.")
     for a, b in several:
-        points = boundary(a.result, b.result)
+        points = comparison.boundary(a.result, b.result)
         console.print(_boundary_table(points, f"{a.result.plan.split}, {format_sampling(a.result.plan)}: pass@k"))
-        print_text(console, f"{a.name}: {VERDICTS[curve_shape(points)]}")
+        print_text(console, f"{a.name}: {VERDICTS[comparison.curve_shape(points)]}")
     print_text(console, "95 % intervals over tasks, each for its k alone; k beyond half of the attempts is noisy.")
 
 
-def _boundary_table(points: Sequence[BoundaryPoint], title: str) -> FittedTable:
+def _boundary_table(points: Sequence[comparison.BoundaryPoint], title: str) -> FittedTable:
     rows = []
     for one in points:
         rates = (format_rate(one.base, one.base_interval), format_rate(one.trained, one.trained_interval))
@@ -277,7 +263,7 @@ def _target_table(rows: Sequence[Sequence[MetricsRow]], metrics: Sequence[str], 
     cells: list[tuple[object, ...]] = []
     for metric in metrics:
         for name, own in zip("AB", rows, strict=True):
-            found = time_to_target(own, metric, target)
+            found = comparison.time_to_target(own, metric, target)
             numbers: tuple[object, ...] = ("not reached", None, None)
             if found.at is not None:
                 step, episodes, tokens = found.at
