@@ -29,7 +29,8 @@ from ludus.training.run.checkpoint import (
     save_checkpoint,
     save_shards,
 )
-from ludus.training.value_models.critic import Critic, CriticSettings
+from ludus.training.value_models.base import ValueModelSettings
+from ludus.training.value_models.critic import Critic
 from rank_processes import work
 from served import COLD_START
 from tests.training.batches.test_forest import in_double
@@ -108,13 +109,13 @@ def critic_results(dtype):
     ranks, rows, found = ranks_here(), random_rows(), {}
     targets = [torch.linspace(0, 1, len(row.tokens), dtype=dtype) for row in rows]
     unclipped = OptimizerSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=1e9)
-    critic = Critic(tiny_model(dtype), unclipped, CriticSettings(microbatch_tokens=60), ranks)
+    critic = Critic(tiny_model(dtype), unclipped, ValueModelSettings(microbatch_tokens=60), ranks)
     old = critic.score(rows)
     found |= {f"first/{n}": torch.tensor(v) for n, v in critic.train(rows, (targets, old)).items()}
     found |= {f"old/{i}": values for i, values in enumerate(old)}
     found |= {f"gradient/{n}": g for n, g in first_gradient(critic.optimizer).items()}
     how = replace(unclipped, max_grad_norm=0.05)
-    critic = Critic(tiny_model(dtype), how, CriticSettings(minibatches=2, microbatch_tokens=60), ranks)
+    critic = Critic(tiny_model(dtype), how, ValueModelSettings(minibatches=2, microbatch_tokens=60), ranks)
     found |= {f"metrics/{n}": torch.tensor(v) for n, v in critic.train(rows, (targets, old)).items()}
     found |= {f"weights/{n}": full_tensor(p).clone() for n, p in critic.model.named_parameters()}
     return found | {f"value/{i}": values for i, values in enumerate(critic.score(rows))}
@@ -159,7 +160,7 @@ def parts_of_run(kind, ranks, resumed=None):
     """Return a learner and a critic in float64, loaded from the checkpoint `resumed` if set."""
     model, reference = policy(kind, torch.float64), tiny_model(seed=1).requires_grad_(False)
     how = OptimizerSettings(learning_rate=1e-2, total_steps=10, max_grad_norm=0.05)
-    critic = Critic(tiny_model(seed=2), how, CriticSettings(microbatch_tokens=60), ranks)
+    critic = Critic(tiny_model(seed=2), how, ValueModelSettings(microbatch_tokens=60), ranks)
     if resumed is not None:
         load_weights(resumed, model)
     ranks.shard_model(model)

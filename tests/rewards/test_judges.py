@@ -22,9 +22,10 @@ from ludus.training.rl.build import train
 from ludus.training.rl.train_step import filter_and_estimate
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import add_lora, open_session
-from ludus.training.value_models.critic import CriticSettings, OutcomeCritic
+from ludus.training.value_models.base import ValueModelSettings
+from ludus.training.value_models.critic import OutcomeCritic
 from ludus.training.value_models.factory import train_value_model
-from ludus.training.value_models.prime import ProcessReward, ProcessRewardSettings
+from ludus.training.value_models.prime import ProcessReward
 from small_runs import SMALLEST, InterruptingReporter, RunInterrupted, config, lasting_files
 from tests.training.credit.test_credit import REWARDS, real_group, same, table
 from tests.training.learner.test_learner import learner, random_rows, tiny_model
@@ -34,11 +35,11 @@ RATE = OptimizerSettings(learning_rate=6e-3, total_steps=100)
 
 
 def process_reward(model=None, **settings):
-    return ProcessReward(model or tiny_model(), RATE, ProcessRewardSettings(success="right", **settings))
+    return ProcessReward(model or tiny_model(), RATE, ValueModelSettings(success="right", **settings))
 
 
 def outcome_critic(model=None, **settings):
-    return OutcomeCritic(model or tiny_model(), RATE, CriticSettings(success="right", **settings))
+    return OutcomeCritic(model or tiny_model(), RATE, ValueModelSettings(success="right", **settings))
 
 
 def labels(rows):

@@ -10,8 +10,9 @@ Names: `chosen_logprobs`, `rejected_logprobs` under the policy, `ref_...` under 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TypedDict, Unpack
 
 from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
@@ -19,18 +20,23 @@ from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
 
 @dataclass(frozen=True, slots=True)
 class PreferenceSpec:
-    """The inputs of a preference loss.
+    """A preference loss, its inputs and the settings that it reads.
 
-    `reference`: log-probabilities of a reference. `mismatched`: completions of other pairs, for a KL
-    estimate. `running_mean`: the mean of all implicit rewards so far. `per_token`: margins are means over
-    tokens. `beta` is the default of `preference.beta`, `baseline_metric` the metric of its baseline.
+    `options`: parameters of `function` named as in the section `preference`. `beta`: the default of `preference.beta`.
+    `reference`: log-probabilities of a reference. `mismatched`: completions of other pairs, for a KL estimate.
+    `running_mean`: the mean of all implicit rewards so far. `per_token`: margins are means over tokens. `baseline`: the
+    parameter that takes either, reported as `baseline_metric`. `unpaired`: a loss on single trajectories.
     """
 
+    function: Callable[..., Tensor]
+    options: tuple[str, ...] = ()
+    beta: float = 0.1
     reference: bool = True
+    per_token: bool = False
+    unpaired: bool = False
     mismatched: bool = False
     running_mean: bool = False
-    per_token: bool = False
-    beta: float = 0.1
+    baseline: str = ""
     baseline_metric: str = ""
 
 
@@ -269,15 +275,29 @@ def _check_smoothing(label_smoothing: float, robust: bool) -> None:
         raise ValueError(f"label_smoothing = {label_smoothing} must be at least 0 and below 0.5 (robust) or 1")
 
 
-_PLAIN = PreferenceSpec()
-_BCO = PreferenceSpec(running_mean=True, baseline_metric="preference/bco_delta")
+_BCO = PreferenceSpec(bco, running_mean=True, baseline="delta", baseline_metric="preference/bco_delta")
 
 PREFERENCES: Mapping[str, PreferenceSpec] = {
-    **dict.fromkeys(("dpo", "robust", "hinge", "exo", "nca", "sppo", "discopop"), _PLAIN),
-    **dict.fromkeys(("apo_zero", "apo_down"), _PLAIN),
-    **dict.fromkeys(("bco", "bco_pair"), _BCO),
-    "ipo": PreferenceSpec(per_token=True),
-    "simpo": PreferenceSpec(reference=False, per_token=True, beta=2.0),
-    "kto": PreferenceSpec(mismatched=True, baseline_metric="preference/kto_baseline"),
+    "dpo": PreferenceSpec(dpo, ("label_smoothing",)),
+    "robust": PreferenceSpec(partial(dpo, robust=True), ("label_smoothing",)),
+    "hinge": PreferenceSpec(hinge),
+    "exo": PreferenceSpec(exo, ("label_smoothing",)),
+    "nca": PreferenceSpec(nca),
+    "sppo": PreferenceSpec(sppo),
+    "discopop": PreferenceSpec(discopop, ("tau",)),
+    "apo_zero": PreferenceSpec(apo_zero),
+    "apo_down": PreferenceSpec(apo_down),
+    "bco": replace(_BCO, unpaired=True),
+    "bco_pair": replace(_BCO, function=bco_pair),
+    "ipo": PreferenceSpec(ipo, per_token=True),
+    "simpo": PreferenceSpec(simpo, ("gamma", "label_smoothing"), beta=2.0, reference=False, per_token=True),
+    "kto": PreferenceSpec(
+        kto,
+        ("undesirable_weight",),
+        unpaired=True,
+        mismatched=True,
+        baseline="baseline",
+        baseline_metric="preference/kto_baseline",
+    ),
 }
 """The values of `preference.loss`."""

@@ -33,7 +33,7 @@ from ludus.training.preference.pairs import (
     with_mismatched,
     with_reference,
 )
-from ludus.training.preference.train import LOSSES, RunningMean, preference_step
+from ludus.training.preference.train import RunningMean, pair_losses, preference_step
 from ludus.training.run.session import open_session
 from ludus.types import Failure, Segment, StopReason, Trajectory
 from small_runs import lasting_files
@@ -270,21 +270,21 @@ def test_bco_takes_the_mean_over_labelled_dialogues(session, source):
 
 
 def test_every_preference_loss_reads_its_settings():
-    assert set(LOSSES) == set(get_args(PreferenceLoss))
+    assert set(losses.PREFERENCES) == set(get_args(PreferenceLoss))
     one = torch.ones(1, 1, dtype=torch.bool)
     given = [torch.tensor([[value]], dtype=torch.float64) for value in (-1.0, -2.0, -2.0, -1.5)]
     inputs = (dict(zip(losses.PairInputs.__annotations__, (*given, one, one), strict=True)), torch.tensor(0.2))
     for loss in get_args(PreferenceLoss):
         smoothing = {"label_smoothing": 0.1} if loss in SMOOTHED else {}
         found = [
-            float(LOSSES[loss](*inputs, PreferenceConfig(loss=loss, beta=beta, **smoothing))) for beta in (0.3, 0.6)
+            float(pair_losses(*inputs, PreferenceConfig(loss=loss, beta=beta, **smoothing))) for beta in (0.3, 0.6)
         ]
         assert found[0] != found[1], loss
         if smoothing:
             more = PreferenceConfig(loss=loss, beta=0.3, label_smoothing=0.2)
-            assert float(LOSSES[loss](*inputs, more)) != found[0], loss
+            assert float(pair_losses(*inputs, more)) != found[0], loss
     taus = [PreferenceConfig(loss="discopop", tau=tau) for tau in (None, 0.05, 1.0)]
-    default, same, other = (float(LOSSES["discopop"](*inputs, settings)) for settings in taus)
+    default, same, other = (float(pair_losses(*inputs, settings)) for settings in taus)
     assert default == same != other
 
 
@@ -362,7 +362,7 @@ def test_rejected_weight_of_kto_is_applied():
     given = [torch.tensor([[value]]) for value in (-1.0, -2.0, -2.0, -1.5)]
     settings = PreferenceConfig(loss="kto", beta=0.5, undesirable_weight=3.0)
     pairs = dict(zip(losses.PairInputs.__annotations__, (*given, one, one), strict=True))
-    found = LOSSES["kto"](pairs, torch.tensor(0.2), settings)
+    found = pair_losses(pairs, torch.tensor(0.2), settings)
     chosen, rejected = (1 - 1 / (1 + math.exp(-x)) for x in (0.4, 0.35))
     assert found.item() == pytest.approx((chosen + 3 * rejected) / 2, rel=1e-5)
 

@@ -28,8 +28,8 @@ from ludus.training.rl.train_step import filter_and_estimate
 from ludus.training.rl.validate import check_critic
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
-from ludus.training.value_models.base import batches
-from ludus.training.value_models.critic import Critic, CriticSettings
+from ludus.training.value_models.base import ValueModelSettings, batches
+from ludus.training.value_models.critic import Critic
 from ludus.training.value_models.factory import make_value_model, planned_warmup, train_value_model, warmup_steps
 from small_runs import SMALLEST, InterruptingReporter, RecordingReporter, RunInterrupted, config, lasting_files
 from tests.rewards.test_judges import outcome_critic
@@ -42,7 +42,7 @@ PPO = SMALLEST | {"algorithm__preset": "ppo"}
 
 def critic(model=None, rate=6e-3, **settings):
     return Critic(
-        model or tiny_model(), OptimizerSettings(learning_rate=rate, total_steps=100), CriticSettings(**settings)
+        model or tiny_model(), OptimizerSettings(learning_rate=rate, total_steps=100), ValueModelSettings(**settings)
     )
 
 

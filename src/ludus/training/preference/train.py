@@ -1,4 +1,4 @@
-"""Preference training on pairs of trajectories, and KTO and BCO on labelled ones; the losses are `LOSSES`.
+"""Preference training on pairs of trajectories, and KTO and BCO on labelled ones; the losses are `PREFERENCES`.
 
 The reference is the model before the first step; it scores every pair once. The pairs of a step depend on the
 seed and the step only, so a resumed run is bit-identical to an uninterrupted one.
@@ -9,16 +9,14 @@ from __future__ import annotations
 import json
 import logging
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TypedDict
 
 import torch
 from torch import Tensor
 
-from ludus.algorithms import preference as losses
-from ludus.algorithms.preference import PREFERENCES, PairInputs
+from ludus.algorithms.preference import PREFERENCES, PairInputs, implicit_rewards, kto_baseline
 from ludus.config.sections.stages import PreferenceConfig
 from ludus.errors import LearnerError
 from ludus.rollouts.rollout_files import rollouts_path, write_rollouts
@@ -34,10 +32,6 @@ from ludus.training.run.session import TrainingSession
 from ludus.training.run.supervised import SupervisedTraining, split_by_tokens, step_metrics
 
 log = logging.getLogger("ludus.preference")
-
-SIMPO_GAMMA = 1.0
-EXO_SMOOTHING = 1e-3
-DISCOPOP_TAU = 0.05
 
 
 class PreferenceTraining(SupervisedTraining):
@@ -106,7 +100,7 @@ def preference_step(
     for part in split_by_tokens(pairs, settings.microbatch_tokens):
         inputs = _score_pairs(scorer, part)
         level = baseline.to(inputs["chosen_logprobs"])
-        loss = LOSSES[settings.loss](inputs, level, settings).sum() / len(pairs)
+        loss = pair_losses(inputs, level, settings).sum() / len(pairs)
         if not torch.isfinite(loss):
             raise LearnerError(f"The loss is {float(loss.detach())}.", "Lower preference.learning_rate.")
         torch.autograd.backward(loss)
@@ -128,14 +122,23 @@ def preference_step(
     )
 
 
-class _Unpaired(TypedDict):
-    logprobs: Tensor
-    ref_logprobs: Tensor
-    mask: Tensor
-    desirable: Tensor
+def pair_losses(pairs: PairInputs, baseline: Tensor, settings: PreferenceConfig) -> Tensor:
+    """Return the loss of each pair, [N]; a missing side has an empty mask. `baseline` is that of KTO or BCO."""
+    spec = PREFERENCES[settings.loss]
+    inputs = _unpaired(pairs) if spec.unpaired else dict(pairs)
+    if not spec.reference:
+        inputs = {name: value for name, value in inputs.items() if not name.startswith("ref_")}
+    if spec.baseline:
+        inputs[spec.baseline] = baseline
+    options = settings.model_dump(include={*spec.options}, exclude_defaults=True)
+    losses = spec.function(**inputs, beta=_beta(settings), **options)
+    if not spec.unpaired:
+        return losses
+    present = torch.stack([pairs["chosen_mask"].any(1), pairs["rejected_mask"].any(1)])
+    return (losses.view(2, -1) * present).sum(0) / present.sum(0)
 
 
-def _unpaired(pairs: PairInputs) -> _Unpaired:
+def _unpaired(pairs: PairInputs) -> dict[str, object]:
     """Return both trajectories of each pair, chosen ones first, for losses on single trajectories."""
     num = len(pairs["chosen_mask"])
     return {
@@ -148,51 +151,6 @@ def _unpaired(pairs: PairInputs) -> _Unpaired:
 
 def _beta(settings: PreferenceConfig) -> float:
     return settings.beta or PREFERENCES[settings.loss].beta
-
-
-def _simpo(pairs: PairInputs, _: Tensor, settings: PreferenceConfig) -> Tensor:
-    return losses.simpo(
-        chosen_logprobs=pairs["chosen_logprobs"],
-        rejected_logprobs=pairs["rejected_logprobs"],
-        chosen_mask=pairs["chosen_mask"],
-        rejected_mask=pairs["rejected_mask"],
-        beta=_beta(settings),
-        gamma=SIMPO_GAMMA if settings.gamma is None else settings.gamma,
-        label_smoothing=settings.label_smoothing,
-    )
-
-
-def _kto(pairs: PairInputs, baseline: Tensor, settings: PreferenceConfig) -> Tensor:
-    means = losses.kto(
-        **_unpaired(pairs), baseline=baseline, beta=_beta(settings), undesirable_weight=settings.undesirable_weight
-    )
-    return _mean_of_sides(means, pairs)
-
-
-def _mean_of_sides(per_side: Tensor, pairs: PairInputs) -> Tensor:
-    present = torch.stack([pairs["chosen_mask"].any(1), pairs["rejected_mask"].any(1)])
-    return (per_side.view(2, -1) * present).sum(0) / present.sum(0)
-
-
-PreferenceLossFunction = Callable[[PairInputs, Tensor, PreferenceConfig], Tensor]
-
-LOSSES: Mapping[str, PreferenceLossFunction] = {
-    "dpo": lambda p, _, s: losses.dpo(**p, beta=_beta(s), label_smoothing=s.label_smoothing),
-    "robust": lambda p, _, s: losses.dpo(**p, beta=_beta(s), label_smoothing=s.label_smoothing, robust=True),
-    "simpo": _simpo,
-    "ipo": lambda p, _, s: losses.ipo(**p, beta=_beta(s)),
-    "kto": _kto,
-    "hinge": lambda p, _, s: losses.hinge(**p, beta=_beta(s)),
-    "exo": lambda p, _, s: losses.exo(**p, beta=_beta(s), label_smoothing=s.label_smoothing or EXO_SMOOTHING),
-    "nca": lambda p, _, s: losses.nca(**p, beta=_beta(s)),
-    "sppo": lambda p, _, s: losses.sppo(**p, beta=_beta(s)),
-    "discopop": lambda p, _, s: losses.discopop(**p, beta=_beta(s), tau=s.tau or DISCOPOP_TAU),
-    "apo_zero": lambda p, _, s: losses.apo_zero(**p, beta=_beta(s)),
-    "apo_down": lambda p, _, s: losses.apo_down(**p, beta=_beta(s)),
-    "bco": lambda p, baseline, s: _mean_of_sides(losses.bco(**_unpaired(p), delta=baseline, beta=_beta(s)), p),
-    "bco_pair": lambda p, baseline, s: losses.bco_pair(**p, delta=baseline, beta=_beta(s)),
-}
-"""Losses `[N]` by name, given the pairs (a missing side has an empty mask), the baseline of KTO or BCO and settings."""
 
 
 @dataclass
@@ -224,14 +182,14 @@ def _baseline(
     """Return the baseline of the batch: KTO's KL, BCO's running mean, 0 for other losses."""
     if PREFERENCES[settings.loss].running_mean:
         logprobs, reference, mask = _score(scorer, list(sides_of(pairs)), settings.microbatch_tokens)
-        running.add(losses.implicit_rewards(logprobs=logprobs, ref_logprobs=reference, mask=mask, beta=_beta(settings)))
+        running.add(implicit_rewards(logprobs=logprobs, ref_logprobs=reference, mask=mask, beta=_beta(settings)))
         return torch.tensor(running.mean, dtype=torch.float64)
     # Only KTO uses mismatched answers, and it may have none.
     mismatched = [side for pair in pairs for side in pair.mismatched]
     if not mismatched:
         return torch.zeros(())
     logprobs, reference, mask = _score(scorer, mismatched, settings.microbatch_tokens)
-    return losses.kto_baseline(logprobs=logprobs, ref_logprobs=reference, mask=mask)
+    return kto_baseline(logprobs=logprobs, ref_logprobs=reference, mask=mask)
 
 
 def _score(scorer: LogprobScorer, sides: Sequence[PairSide], max_tokens: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -8,7 +8,7 @@ from __future__ import annotations
 import random
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -85,18 +85,44 @@ class HeadModel:
                 parameter.copy_(found)
 
 
+@dataclass(frozen=True, slots=True)
+class ValueModelSettings:
+    """Training of a value model: `epochs` passes over a step's rows, each in `minibatches` gradient steps.
+
+    `success` is the reward part that defines task success (value 1) for an outcome predictor. `microbatch_tokens`
+    limits a pass; `recompute` is activation checkpointing.
+
+    Of a critic: `clip` bounds the change of a value in one training step (None: unbounded). With `turns` only the
+    first action token of each turn is trained and has a value. `on_policy`: the states are those of the current policy,
+    and only the head is trained. Of a process reward model: `beta` scales the rewards, `temperature` is that of
+    sampling.
+    """
+
+    epochs: int = 1
+    minibatches: int = 1
+    success: str = ""
+    microbatch_tokens: int = 4096
+    recompute: bool = False
+    clip: float | None = 0.2
+    turns: bool = False
+    on_policy: bool = False
+    beta: float = 0.05
+    temperature: float = 1.0
+
+
 class TrainedModel(ABC):
     """Model trained with the policy, on all `ranks`.
 
-    `name` is used in messages; `part` is its name in a checkpoint.
+    `name` and `rate`, the setting of its learning rate, are used in messages; `part` is its name in a checkpoint.
     """
 
     name: str
     part: str
+    rate: str
     model: nn.Module
+    settings: ValueModelSettings
     optimizer: Optimizer
     ranks: Collectives
-    microbatch_tokens: int
     shares_prefixes: bool = True
 
     def score(self, rows: Sequence[Row], solved: Sequence[bool] = (), after: bool = False) -> list[Tensor]:
@@ -132,16 +158,36 @@ class TrainedModel(ABC):
         """
         device, dtype, shared = next(self.model.parameters()).device, score_dtype(self.model), self.shares_prefixes
         indices: Sequence[int] = range(len(rows))
+        limit = self.settings.microbatch_tokens
         if self.ranks.world_size > 1:
             indices = balance_rows(rows, self.ranks.world_size, shared=shared)[self.ranks.rank]
         found = [
             replace(part, index=tuple(indices[i] for i in part.index))
-            for part in microbatches([rows[i] for i in indices], self.microbatch_tokens, device, dtype, shared=shared)
+            for part in microbatches([rows[i] for i in indices], limit, device, dtype, shared=shared)
         ]
         if is_sharded(self.model):
             most = max(self.ranks.gather(len(found)))
             found += [blank_microbatch(device, dtype)] * (most - len(found))
         return found
+
+    def gradient_step(
+        self, rows: Sequence[Row], loss_of: Callable[[Microbatch], tuple[Tensor, int]], scale: float = 1
+    ) -> tuple[float, int]:
+        """Take one gradient step on the sum of the losses of all microbatches.
+
+        `loss_of` returns the loss of a microbatch and a count. Return the sums over all ranks, of the losses times
+        `scale` and of the counts. Raises LearnerError if a loss is not finite.
+        """
+        total, count, fault = 0.0, 0, ""
+        for part in self.parts(rows):
+            loss, counted = loss_of(part)
+            if not torch.isfinite(loss):
+                fault = f"The {self.name}'s loss is not a number."
+            torch.autograd.backward(loss)
+            total += scale * float(loss.detach())
+            count += counted
+        self.optimizer.reduce_and_step(fault, f"Lower {self.rate}.")
+        return sum(self.ranks.gather(total)), sum(self.ranks.gather(count))
 
     @torch.no_grad()
     def score_rows(self, rows: Sequence[Row], score: Callable[[Microbatch], Tensor]) -> list[Tensor]:

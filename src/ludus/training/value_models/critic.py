@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,32 +24,10 @@ from ludus.training.batches.rows import Microbatch, Row, scored_mask
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, copy_into, is_sharded
 from ludus.training.learner.logprobs import pad_rows
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.value_models.base import HeadModel, TrainedModel, batches
+from ludus.training.value_models.base import HeadModel, TrainedModel, ValueModelSettings, batches
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
-
-
-@dataclass(frozen=True, slots=True)
-class CriticSettings:
-    """Critic training: `epochs` passes over a step's rows, each in `minibatches` gradient steps.
-
-    Of a `Critic`: `clip` bounds the change of a value in one training step (None: unbounded). With `turns` only the
-    first action token of each turn is trained and has a value. Of an `OutcomeCritic`: `success` is the reward part
-    that defines task success (value 1).
-
-    `microbatch_tokens` limits a pass; `recompute` is activation checkpointing. `on_policy`: the states are those of
-    the current policy, and only the head is trained.
-    """
-
-    epochs: int = 1
-    minibatches: int = 1
-    clip: float | None = 0.2
-    turns: bool = False
-    success: str = ""
-    microbatch_tokens: int = 4096
-    recompute: bool = False
-    on_policy: bool = False
 
 
 class StateModel(TrainedModel):
@@ -60,13 +37,14 @@ class StateModel(TrainedModel):
     """
 
     name = part = "critic"
+    rate = "critic.learning_rate"
     outputs = 1
 
     def __init__(
         self,
         policy: PreTrainedModel,
         optimizer: OptimizerSettings,
-        settings: CriticSettings = CriticSettings(),
+        settings: ValueModelSettings,
         ranks: Collectives = ONE_PROCESS,
     ) -> None:
         """Raise UserError if the model's hidden states are unavailable."""
@@ -82,7 +60,6 @@ class StateModel(TrainedModel):
             ranks.shard_model(self.model)
         self.ranks = ranks
         self.optimizer = Optimizer(self.model, optimizer, ranks=ranks)
-        self.microbatch_tokens = settings.microbatch_tokens
         self.settings = settings
 
     def read(self, part: Microbatch, *, after: bool = False) -> Tensor:
@@ -127,8 +104,9 @@ class Critic(StateModel):
         }
 
     def _step(self, rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> None:
-        tokens, fault = sum(sum(row.trains[1:]) for row in rows), ""
-        for part in self.parts(rows):
+        tokens = sum(sum(row.trains[1:]) for row in rows)
+
+        def loss_of(part: Microbatch) -> tuple[Tensor, int]:
             values = self.read(part)[:, :, 0]
             loss = value_loss(
                 values=values,
@@ -137,11 +115,9 @@ class Critic(StateModel):
                 mask=scored_mask(part.trains),
                 eps=self.settings.clip,
             )
-            scaled = loss.sum() / tokens
-            if not torch.isfinite(scaled):
-                fault = "The critic's loss is not a number."
-            torch.autograd.backward(scaled)
-        self.optimizer.reduce_and_step(fault, "Lower critic.learning_rate.")
+            return loss.sum() / tokens, 0
+
+        self.gradient_step(rows, loss_of)
 
 
 def _explained(rows: Sequence[Row], targets: Sequence[Tensor], old: Sequence[Tensor]) -> float:
@@ -205,18 +181,14 @@ class OutcomeCritic(StateModel):
     def _step(self, rows: Sequence[Row], solved: Sequence[bool]) -> tuple[float, int]:
         """Take one gradient step; return the sum of losses before it and the number of correct tokens."""
         tokens = sum(sum(row.trains[1:]) for row in rows)
-        total, correct, fault = 0.0, 0, ""
-        for part in self.parts(rows):
+
+        def loss_of(part: Microbatch) -> tuple[Tensor, int]:
             mask = scored_mask(part.trains)
             table = self.read(part, after=True)
             logits = table[mask]
             classes = torch.tensor([int(solved[i]) for i in part.index], device=logits.device)
             labels = classes[:, None].expand(mask.shape)[mask]
             loss = cross_entropy(logits, labels, reduction="sum") / tokens
-            if not torch.isfinite(loss):
-                fault = "The critic's loss is not a number."
-            torch.autograd.backward(loss if part.index else 0.0 * table.sum())
-            total += tokens * float(loss.detach())
-            correct += int((logits.argmax(1) == labels).sum())
-        self.optimizer.reduce_and_step(fault, "Lower critic.learning_rate.")
-        return sum(self.ranks.gather(total)), sum(self.ranks.gather(correct))
+            return loss if part.index else 0.0 * table.sum(), int((logits.argmax(1) == labels).sum())
+
+        return self.gradient_step(rows, loss_of, tokens)

@@ -18,8 +18,9 @@ from ludus.training.credit.advantages import CUT_OFF, Estimates, TrainingSample
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives
 from ludus.training.learner.learner import Learner
 from ludus.training.learner.optimizer import OptimizerSettings
-from ludus.training.value_models.critic import Critic, CriticSettings, OutcomeCritic
-from ludus.training.value_models.prime import ProcessReward, ProcessRewardSettings
+from ludus.training.value_models.base import ValueModelSettings
+from ludus.training.value_models.critic import Critic, OutcomeCritic
+from ludus.training.value_models.prime import ProcessReward
 from ludus.types import Trajectory
 
 if TYPE_CHECKING:
@@ -39,33 +40,31 @@ def make_value_model(
     `success` is the reward part that defines task success.
     """
     training, critic, prime = config.training, config.critic, config.critic.prime
-    size, recompute = training.microbatch_tokens, config.model.activation_checkpointing
-    if algorithm.advantage_spec.has(Need.PROCESS_REWARD_MODEL):
-        beta = algorithm.number("advantage", "beta")
-        return ProcessReward(
-            model,
-            OptimizerSettings(learning_rate=prime.learning_rate, total_steps=training.steps * prime.epochs),
-            ProcessRewardSettings(size, prime.epochs, beta, config.rollout.temperature or 1.0, success, recompute),
-            ranks,
-        )
+    spec = algorithm.advantage_spec
+    common = ValueModelSettings(
+        success=success, microbatch_tokens=training.microbatch_tokens, recompute=config.model.activation_checkpointing
+    )
+    if spec.has(Need.PROCESS_REWARD_MODEL):
+        beta, temperature = algorithm.number("advantage", "beta"), config.rollout.temperature or 1.0
+        settings = replace(common, epochs=prime.epochs, beta=beta, temperature=temperature)
+        steps = training.steps * prime.epochs
+        optimizer = OptimizerSettings(learning_rate=prime.learning_rate, total_steps=steps)
+        return ProcessReward(model, optimizer, settings, ranks)
+    if not (spec.has(Need.OUTCOME_CRITIC) or spec.has(Need.CRITIC)):
+        return None
+    settings = replace(
+        common,
+        epochs=critic.epochs,
+        minibatches=critic.minibatches,
+        clip=critic.clip or None,
+        turns=spec.has(Need.TURN_VALUES),
+        on_policy=critic.model == "head",
+    )
     optimizer = OptimizerSettings(
         learning_rate=critic.learning_rate or CRITIC_RATE * training.learning_rate,
         total_steps=training.steps * critic.epochs * critic.minibatches,
     )
-    outcome = algorithm.advantage_spec.has(Need.OUTCOME_CRITIC)
-    if not (outcome or algorithm.advantage_spec.has(Need.CRITIC)):
-        return None
-    settings = CriticSettings(
-        epochs=critic.epochs,
-        minibatches=critic.minibatches,
-        clip=critic.clip or None,
-        turns=algorithm.advantage_spec.has(Need.TURN_VALUES),
-        success=success,
-        microbatch_tokens=size,
-        recompute=recompute,
-        on_policy=critic.model == "head",
-    )
-    return (OutcomeCritic if outcome else Critic)(model, optimizer, settings, ranks)
+    return (OutcomeCritic if spec.has(Need.OUTCOME_CRITIC) else Critic)(model, optimizer, settings, ranks)
 
 
 def checkpoint_parts(value_model: ValueModel | None) -> dict[str, dict[str, Tensor]]:

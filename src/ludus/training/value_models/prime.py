@@ -8,48 +8,32 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy_with_logits
 
-from ludus.training.batches.rows import Row, scored_mask
+from ludus.training.batches.rows import Microbatch, Row, scored_mask
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives
 from ludus.training.learner.logprobs import LogprobScorer, pad_rows
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.value_models.base import TrainedModel
+from ludus.training.value_models.base import TrainedModel, ValueModelSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-@dataclass(frozen=True, slots=True)
-class ProcessRewardSettings:
-    """Training settings. `beta` scales the rewards, `temperature` is that of sampling.
-
-    `success` is the reward part that defines task success (value 1); `recompute` is activation checkpointing.
-    """
-
-    microbatch_tokens: int = 4096
-    epochs: int = 1
-    beta: float = 0.05
-    temperature: float = 1.0
-    success: str = ""
-    recompute: bool = False
-
-
 class ProcessReward(TrainedModel):
     """Process reward model with its training; only adapters are trained if there are any."""
 
-    name, part = "process reward model", "process_reward"
+    name, part, rate = "process reward model", "process_reward", "critic.prime.learning_rate"
 
     def __init__(
         self,
         policy: PreTrainedModel,
         optimizer: OptimizerSettings,
-        settings: ProcessRewardSettings = ProcessRewardSettings(),
+        settings: ValueModelSettings,
         ranks: Collectives = ONE_PROCESS,
     ) -> None:
         self.settings = settings
@@ -58,7 +42,7 @@ class ProcessReward(TrainedModel):
         ranks.shard_model(self.model)
         self.ranks = ranks
         self.optimizer = Optimizer(self.model, optimizer, ranks=ranks)
-        self.microbatch_tokens, self.shares_prefixes = settings.microbatch_tokens, self._scorer.shares_prefixes
+        self.shares_prefixes = self._scorer.shares_prefixes
 
     def _score(self, rows: Sequence[Row], solved: Sequence[bool], after: bool) -> list[Tensor]:
         return self.score_rows(rows, lambda part: self._scorer.score(part.tokens, part.trains).logprobs)
@@ -79,20 +63,14 @@ class ProcessReward(TrainedModel):
         return {"prime/loss": loss, "prime/accuracy": correct / len(rows)}
 
     def _step(self, rows: Sequence[Row], references: Sequence[Tensor], solved: Sequence[bool]) -> tuple[float, int]:
-        total, correct, fault = 0.0, 0, ""
-        for part in self.parts(rows):
+        def loss_of(part: Microbatch) -> tuple[Tensor, int]:
             scores = self._scorer.score(part.tokens, part.trains).logprobs
             if not part.index:
-                torch.autograd.backward(0.0 * scores.sum())
-                continue
+                return 0.0 * scores.sum(), 0
             ratio = scores - pad_rows(references, part, scores)
             logits = self.settings.beta * torch.where(scored_mask(part.trains), ratio, 0.0).sum(1)
             labels = torch.tensor([float(solved[i]) for i in part.index]).to(logits)
             loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum") / len(rows)
-            if not torch.isfinite(loss):
-                fault = "The process reward model's loss is not a number."
-            torch.autograd.backward(loss)
-            total += float(loss.detach())
-            correct += int(((logits > 0) == (labels > 0.5)).sum())
-        self.optimizer.reduce_and_step(fault, "Lower critic.prime.learning_rate.")
-        return sum(self.ranks.gather(total)), sum(self.ranks.gather(correct))
+            return loss, int(((logits > 0) == (labels > 0.5)).sum())
+
+        return self.gradient_step(rows, loss_of)
