@@ -12,6 +12,8 @@ import algorithms_oracle as oracle
 from ludus.algorithms import kl
 from ludus.algorithms.kl import PIDKL, AdaptiveKL, KLGuard, Schedule
 from ludus.algorithms.objective import aggregate
+from ludus.config.schema import Config
+from ludus.errors import LearnerError
 from tables.kl_series import SERIES
 
 quick = settings(max_examples=20, deadline=None, derandomize=True)
@@ -71,20 +73,6 @@ def test_k1_and_k3_estimators_are_unbiased_for_reverse_kl():
 
 
 @quick
-@given(batch=oracle.batches(), coef=st.sampled_from([0.0, 0.3]))
-def test_penalised_token_rewards_equal_the_loop(batch, coef):
-    estimate = kl.k1(logprobs=batch.logprobs, ref_logprobs=batch.ref)
-    ours = kl.penalised_token_rewards(
-        token_rewards=batch.advantages, kl=estimate.requires_grad_(), mask=batch.mask, coef=coef
-    )
-    assert not ours.requires_grad
-    loop = oracle.tokens(
-        batch.mask, lambda i, t: batch.advantages[i, t] - coef * (batch.logprobs[i, t] - batch.ref[i, t])
-    )
-    torch.testing.assert_close(ours, loop, **oracle.TOLERANCE)
-
-
-@quick
 @given(batch=oracle.batches())
 def test_trajectory_kl_in_the_loss_is_the_sum_over_each_trajectory(batch):
     leaf = batch.logprobs.clone().requires_grad_()
@@ -101,17 +89,13 @@ def test_trajectory_kl_in_the_loss_is_the_sum_over_each_trajectory(batch):
     torch.testing.assert_close(gradient, batch.clean(batch.logprobs - batch.ref) / num, **oracle.TOLERANCE)
 
 
-def test_schedules_match_expected_values_and_reject_bad_arguments():
+def test_schedules_match_expected_values():
     linear, cosine = (Schedule(kind, 0.4, 0.1, 10) for kind in ("linear", "cosine"))
     assert [linear.at(s) for s in (0, 5, 10, 99)] == pytest.approx([0.4, 0.25, 0.1, 0.1])
     assert [cosine.at(s) for s in (0, 5, 10, 99)] == pytest.approx([0.4, 0.25, 0.1, 0.1])
     quarter = 0.1 + 0.3 * (1 + math.sqrt(0.5)) / 2
     assert cosine.at(2.5) == pytest.approx(quarter)
     assert Schedule("constant", 0.4, 0.1).at(10**6) == 0.4
-    with pytest.raises(ValueError, match="kind"):
-        Schedule("step", 1.0)
-    with pytest.raises(ValueError, match="num_steps"):
-        Schedule("linear", 1.0, 0.0)
 
 
 @quick
@@ -152,13 +136,10 @@ def test_pid_controller_respects_bounds_without_integral_windup():
     assert state.at() == 0.0
 
 
-def test_kl_controllers_reject_non_finite_kl_and_zero_target():
-    for state in (AdaptiveKL(0.1, 1.0), PIDKL(1.0, 0.1, 0.1)):
-        arguments = (1,) if isinstance(state, AdaptiveKL) else ()
-        with pytest.raises(ValueError, match="finite"):
-            state.update(math.nan, *arguments)
-    with pytest.raises(ValueError, match="target"):
-        AdaptiveKL(coef=0.1, target=0.0)
+@pytest.mark.parametrize("control", [{"kind": "adaptive", "target": 1.0}, {"kind": "pid", "target": 1.0, "kp": 0.1}])
+def test_kl_controllers_reject_non_finite_kl(control):
+    with pytest.raises(LearnerError, match="is nan"):
+        kl.control_of(Config(kl_control=control), 0.1).update(math.nan, 1)
 
 
 HEALTHY = SERIES["search, seed 0"]
@@ -219,5 +200,3 @@ def test_kl_guard_pauses_above_twice_the_expected_value():
     assert not learning.should_pause(edge - 1e-9)
     assert learning.should_pause(edge + 1e-9)
     assert learning.update(math.inf) == learning
-    with pytest.raises(ValueError, match="decay"):
-        KLGuard(expected=None)

@@ -46,8 +46,7 @@ def test_length_terms_equal_the_loop(lengths, cache, target):
     assert sigmoid.tolist() == pytest.approx(expected, abs=1e-12)
 
 
-def test_caps_and_the_check_that_shaping_cannot_outweigh_the_outcome():
-    assert shaping.capped(shaping=numbers(-3, 0.2, 9), cap=0.5).tolist() == [-0.5, 0.2, 0.5]
+def test_the_check_that_shaping_cannot_outweigh_the_outcome():
     small = [shaping.ShapingRange("overlong", -0.5, 0.0), shaping.ShapingRange("format", 0.0, 0.4)]
     shaping.check_shaping(outcome_gap=1.0, terms=small)
     for gap in (0.9, 0.5, math.nan):

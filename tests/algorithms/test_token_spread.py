@@ -5,6 +5,7 @@ import math
 import pytest
 import torch
 
+from ludus.algorithms.tensors import TokenBatch
 from ludus.algorithms.token_spread import token_spread
 
 
@@ -17,10 +18,11 @@ def spread(rows=slice(None), num_tokens=300, **changes):
         "old_logprobs": torch.zeros(3, 100),
         "behavior_logprobs": torch.full((3, 100), -0.01),
         "advantages": advantages,
-        "weights": torch.ones(3, 100),
         "mask": torch.ones(3, 100),
     } | changes
-    return token_spread(**{name: value[rows] for name, value in inputs.items()}, num_tokens=num_tokens)
+    weights = inputs.pop("weights", torch.ones(3, 100))
+    batch = TokenBatch(**{name: value[rows] for name, value in inputs.items()})
+    return token_spread(batch, weights[rows], num_tokens)
 
 
 def test_the_top_share_is_that_of_the_largest_hundredth_over_any_split():

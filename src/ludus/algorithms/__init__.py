@@ -1,10 +1,7 @@
 """Pure tensor functions: advantages, losses, aggregation, KL, corrections, filters; presets by name.
 
-An algorithm is data (`algorithm.Algorithm`). A new advantage, loss or correction is one decorated function in the
-folder or module of its kind (`algorithm`). No function takes a model.
-
-`import ludus.algorithms` also imports the submodules, for example `ludus.algorithms.advantages.grpo`. Torch is imported
-on the first call of a function.
+An algorithm is data (`algorithm.Algorithm`); no function takes a model. `import ludus.algorithms` also imports the
+submodules, but torch only on the first call of a function.
 """
 
 from ludus.algorithms import advantages as advantages

@@ -196,7 +196,7 @@ def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Param
 class PartSpec:
     """The fields of all parts. `name` is the name in settings, that of the function unless set.
 
-    `selectable`: a setting may name it.
+    `selectable`: a setting may name it. `reads`: the field of the batch for a parameter of another name.
     """
 
     part: ClassVar[Part]
@@ -207,6 +207,7 @@ class PartSpec:
     options: Mapping[str, Option] = field(default_factory=dict)
     needs: Set[Need] = frozenset()
     selectable: bool = True
+    reads: Mapping[str, str] = field(default_factory=dict)
     function: Callable[..., Tensor] = _undeclared
 
     def __call__(self, function: F) -> F:
@@ -471,7 +472,7 @@ class Algorithm:
         inputs = inputs_of(batch)
         if not spec.has(Need.OPTIONAL_TURN_REWARDS):
             inputs["turn_rewards"] = None
-        found = self.call(spec.function, part, inputs)
+        found = self.call(spec.function, part, inputs | {name: inputs[field] for name, field in spec.reads.items()})
         if isinstance(spec, AdvantageSpec) and spec.finish is not None:
             found = self.call(spec.finish, part, inputs | {"advantages": found})
         whole = isinstance(spec, LossSpec) and spec.per_trajectory

@@ -1,10 +1,8 @@
 """Filters: pure functions that return a keep mask [N] bool over trajectories, and task skipping (GRESO).
 
-A dropped trajectory is excluded from every normaliser (its mask is cleared), but included in its group statistics.
-
-GRESO (arXiv:2506.02177) skips a task before its rollout if the groups of its last visits had equal rewards. Its
-state consists of plain numbers and names, and each draw depends on the seed, the step and the task only: a resumed
-run skips the same tasks as an uninterrupted one.
+A dropped trajectory leaves every normaliser (its mask is cleared), but not its group statistics. GRESO
+(arXiv:2506.02177) skips a task before its rollout if the groups of its last visits had equal rewards; each draw depends
+on the seed, the step and the task only, so that a resumed run skips the same tasks.
 """
 
 from __future__ import annotations
@@ -128,10 +126,6 @@ class GresoSettings:
     target_hard: float = 1 / 6
     change: float = 0.01
     floor: float = 0.05
-
-    def __post_init__(self) -> None:
-        if not all(0 <= x <= 1 for x in (self.target_easy, self.target_hard, self.change, self.floor)):
-            raise ValueError("target_easy, target_hard, change and floor must lie between 0 and 1")
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,7 +84,9 @@ def aggregate(
         raise ValueError(f"how = {how!r} is none of {', '.join(AGGREGATIONS)}")
     counts = normaliser or Normalizer.of(mask)
     if loss.ndim == 1:
-        return _sequence_mean(loss, mask, counts)
+        if mask.ndim != 2 or loss.shape[0] != mask.shape[0]:
+            raise ValueError(f"loss has shape {list(loss.shape)}, mask {list(mask.shape)}")
+        return select(loss, mask.bool().any(1)).sum() / max(counts.trajectories, 1)
     check_shapes(mask, loss=loss)
     if how == "constant" and counts.constant is None:
         if normaliser is not None and constant is None:
@@ -93,35 +95,13 @@ def aggregate(
     return AGGREGATIONS[how](select(loss, mask), mask, counts)
 
 
-def _sequence_mean(loss: Tensor, mask: Tensor, counts: Normalizer) -> Tensor:
-    if mask.ndim != 2 or loss.shape[0] != mask.shape[0]:
-        raise ValueError(f"loss has shape {list(loss.shape)}, mask {list(mask.shape)}")
-    return select(loss, mask.bool().any(1)).sum() / max(counts.trajectories, 1)
-
-
-def _token_mean(loss: Tensor, mask: Tensor, counts: Normalizer) -> Tensor:
-    return loss.sum() / max(counts.tokens, 1)
-
-
-def _seq_mean_token_mean(loss: Tensor, mask: Tensor, counts: Normalizer) -> Tensor:
-    return (loss.sum(1) / mask.bool().sum(1).clamp(min=1)).sum() / max(counts.trajectories, 1)
-
-
-def _seq_mean_token_sum(loss: Tensor, mask: Tensor, counts: Normalizer) -> Tensor:
-    return loss.sum() / max(counts.trajectories, 1)
-
-
-def _constant(loss: Tensor, mask: Tensor, counts: Normalizer) -> Tensor:
-    return loss.sum() / (max(counts.trajectories, 1) * (counts.constant or 1))
-
-
-AggregationFn = Callable[[Tensor, Tensor, Normalizer], Tensor]
-
-AGGREGATIONS: dict[str, AggregationFn] = {
-    "token_mean": _token_mean,
-    "seq_mean_token_mean": _seq_mean_token_mean,
-    "seq_mean_token_sum": _seq_mean_token_sum,
-    "constant": _constant,
+AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Normalizer], Tensor]] = {
+    "token_mean": lambda loss, mask, counts: loss.sum() / max(counts.tokens, 1),
+    "seq_mean_token_mean": lambda loss, mask, counts: (
+        (loss.sum(1) / mask.bool().sum(1).clamp(min=1)).sum() / max(counts.trajectories, 1)
+    ),
+    "seq_mean_token_sum": lambda loss, mask, counts: loss.sum() / max(counts.trajectories, 1),
+    "constant": lambda loss, mask, counts: loss.sum() / (max(counts.trajectories, 1) * (counts.constant or 1)),
 }
 
 
@@ -224,7 +204,7 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -
         by_length=mismatch_by_length(
             old_logprobs=batch.old_logprobs, behavior_logprobs=batch.behavior_logprobs, mask=batch.mask
         ),
-        spread=_spread(batch, weights, normaliser),
+        spread=token_spread(batch, weights, normaliser.tokens),
         kl_sum=read.get("kl"),
         entropy_sum=read.get("entropy"),
         teacher_sum=read.get("teacher"),
@@ -234,40 +214,27 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -
     return total, statistics
 
 
-def _spread(batch: TokenBatch, weights: Tensor, normaliser: Normalizer) -> TokenSpread:
-    return token_spread(
-        logprobs=batch.logprobs,
-        old_logprobs=batch.old_logprobs,
-        behavior_logprobs=batch.behavior_logprobs,
-        advantages=batch.advantages,
-        weights=weights,
-        mask=batch.mask,
-        num_tokens=normaliser.tokens,
-    )
-
-
 def aux_losses(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -> dict[str, Tensor]:
     """Return the auxiliary losses [] of one microbatch by name, times their coefficients.
 
     Raises ValueError if the batch lacks an input of a term.
     """
-    return {
-        name: _term(name, coef, batch, normaliser)
-        for name in TERM_OPTIONS
-        if (coef := algorithm.number("terms", name)) > 0
-    }
-
-
-def _term(name: str, coef: float, batch: TokenBatch, normaliser: Normalizer) -> Tensor:
-    if name == "echo":
-        if batch.observed is None:
-            raise ValueError("echo is above 0 and the batch has no observed")
-        return echo(logprobs=batch.logprobs, observations=batch.observed, coef=coef, num_tokens=normaliser.observed)
-    if batch.positive is None:
-        raise ValueError("positive_nll is above 0 and the batch has no positive")
-    return positive_nll(
-        logprobs=batch.logprobs, positive=batch.positive, mask=batch.mask, coef=coef, num_tokens=normaliser.positive
-    )
+    coef = {name: algorithm.number("terms", name) for name in TERM_OPTIONS}
+    found = {}
+    if coef["echo"] > 0:
+        observed = _needed(batch.observed, "observed", "echo")
+        found["echo"] = echo(
+            logprobs=batch.logprobs, observations=observed, coef=coef["echo"], num_tokens=normaliser.observed
+        )
+    if coef["positive_nll"] > 0:
+        found["positive_nll"] = positive_nll(
+            logprobs=batch.logprobs,
+            positive=_needed(batch.positive, "positive", "positive_nll"),
+            mask=batch.mask,
+            coef=coef["positive_nll"],
+            num_tokens=normaliser.positive,
+        )
+    return found
 
 
 def _weights(batch: TokenBatch, algorithm: Algorithm) -> Tensor:

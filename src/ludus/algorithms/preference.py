@@ -1,10 +1,7 @@
 """Losses on pairs of a chosen and a rejected trajectory, or on single labelled trajectories, [N].
 
-Tensors are [N, L] (chosen and rejected may differ in L), column `t` belongs to token `t`, and every sum runs over
-action tokens only. The gradient flows through the log-probabilities of the policy only. The loss of a batch is the
-mean over all its pairs, `sum / N` with the `N` of the whole batch.
-
-Names: `chosen_logprobs`, `rejected_logprobs` under the policy, `ref_...` under the reference.
+Inputs are [N, L] (chosen and rejected may differ in L); sums run over action tokens, and the gradient flows through
+the log-probabilities of the policy only. The loss of a batch is the mean over all its pairs.
 """
 
 from __future__ import annotations

@@ -48,13 +48,6 @@ def length_sigmoid(*, rewards: Tensor, lengths: Tensor, target: float, tau: floa
     return rewards * (floor + (1 - floor) * faded).to(rewards.dtype)
 
 
-def capped(*, shaping: Tensor, cap: float) -> Tensor:
-    """Return `shaping` clamped to `[-cap, cap]`; any shape."""
-    if cap < 0:
-        raise ValueError(f"cap must not be negative, not {cap}")
-    return shaping.clamp(-cap, cap)
-
-
 @dataclass(frozen=True, slots=True)
 class ShapingRange:
     """Range of the weighted contribution of one shaping term to a reward, from `low` to `high`.

@@ -1,9 +1,7 @@
 """Tensors of algorithms: the inputs of advantages and losses, rewards by comparison group, shape checks.
 
-Specs are declared next to their functions, and configurations are checked against them without torch. The modules
-of this package therefore import `torch` and `Tensor` from here: a lazy module, and a name for annotations.
-
-`x * mask` propagates NaN and infinity, in the value or in the gradient; `select` before the arithmetic does not.
+Configurations are checked without torch: modules of this package import `torch` (lazy) and `Tensor` (a name for
+annotations) from here. `x * mask` propagates NaN and infinity, also in the gradient; `select` does not.
 """
 
 from __future__ import annotations
@@ -100,11 +98,7 @@ def group_rewards(rewards: Tensor | Sequence[float], group: Tensor | Sequence[in
         raise ValueError(f"rewards and group must be [N], not {list(given.shape)} and {list(ids.shape)}")
     if ids.is_floating_point():
         raise ValueError("group must hold integers")
-    values = given.double()
-    bad = (~values.isfinite()).nonzero()
-    if bad.numel():
-        row = int(bad[0])
-        raise ValueError(f"rewards[{row}] is {float(values[row])}; rewards must be finite")
+    values = _finite("rewards", given.double())
     unique, index = torch.unique(ids, return_inverse=True)
     member = index == torch.arange(len(unique), device=index.device)[:, None]
     return GroupedRewards(values, index, member, _equal(values, member, reward_rtol(given.dtype)))
@@ -164,12 +158,7 @@ def numbers(name: str, values: Tensor, mask: Tensor) -> Tensor:
     """
     if values.shape != mask.shape[:1]:
         raise ValueError(f"{name} must be [{mask.shape[0]}], not {list(values.shape)}")
-    found = values.detach().to(mask.device).double()
-    bad = (~found.isfinite()).nonzero()
-    if bad.numel():
-        row = int(bad[0])
-        raise ValueError(f"{name}[{row}] is {float(found[row])}; {name} must be finite")
-    return found
+    return _finite(name, values.detach().to(mask.device).double())
 
 
 def cells(name: str, values: Tensor, where: Tensor) -> Tensor:
@@ -179,12 +168,16 @@ def cells(name: str, values: Tensor, where: Tensor) -> Tensor:
     """
     if values.shape != where.shape:
         raise ValueError(f"{name} must be {list(where.shape)}, not {list(values.shape)}")
-    found = select(values.detach().to(where.device).double(), where)
-    bad = (~found.isfinite()).nonzero()
+    return _finite(name, select(values.detach().to(where.device).double(), where))
+
+
+def _finite(name: str, values: Tensor) -> Tensor:
+    """Return `values`. Raises ValueError unless they are finite, naming the position."""
+    bad = (~values.isfinite()).nonzero()
     if bad.numel():
-        row, column = bad[0].tolist()
-        raise ValueError(f"{name}[{row}, {column}] is {float(found[row, column])}; {name} must be finite")
-    return found
+        place = bad[0].tolist()
+        raise ValueError(f"{name}{place} is {float(values[tuple(place)])}; {name} must be finite")
+    return values
 
 
 def per_action(scores: Tensor, mask: Tensor, dtype: torch.dtype) -> Tensor:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
 
-from ludus.algorithms.tensors import Tensor, check_shapes, clamped_ratio, select, torch
+from ludus.algorithms.tensors import Tensor, TokenBatch, check_shapes, clamped_ratio, select, torch
 
 TOP_SHARE: Final = 0.01
 PROBABILITY_BOUNDS: Final = (0.01, 0.1, 0.5, 0.9)
@@ -52,26 +52,18 @@ class TokenSpread:
         return {label: gap / tokens for label, tokens, gap in bins if tokens}
 
 
-def token_spread(
-    *,
-    logprobs: Tensor,
-    old_logprobs: Tensor,
-    behavior_logprobs: Tensor,
-    advantages: Tensor,
-    weights: Tensor,
-    mask: Tensor,
-    num_tokens: int,
-) -> TokenSpread:
-    """Return the spread of one microbatch, all [N, L]. The weight of a token is `|advantage ratio weights|`.
+def token_spread(batch: TokenBatch, weights: Tensor, num_tokens: int) -> TokenSpread:
+    """Return the spread of one microbatch. The weight of a token is `|advantage ratio weights|`.
 
-    `weights` are those of the correction, `num_tokens` counts the action tokens of the whole batch: the largest one
-    in a hundred of them (at least one) are compared with all. Aggregations that weight trajectories are not included.
+    `weights` [N, L] are those of the correction, `num_tokens` counts the action tokens of the whole batch: the largest
+    one in a hundred of them (at least one) are compared with all. Aggregations that weight trajectories are not
+    included.
     """
-    check_shapes(mask, logprobs=logprobs, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
-    check_shapes(mask, advantages=advantages, weights=weights)
+    mask, logprobs = batch.mask, (batch.logprobs, batch.old_logprobs, batch.behavior_logprobs)
+    check_shapes(mask, weights=weights)
     actions = mask.bool()
-    new, old, behavior = (select(one, mask).detach().double() for one in (logprobs, old_logprobs, behavior_logprobs))
-    mass = select((advantages * weights).detach().double() * clamped_ratio(new - old), mask).abs()
+    new, old, behavior = (select(one, mask).detach().double() for one in logprobs)
+    mass = select((batch.advantages * weights).detach().double() * clamped_ratio(new - old), mask).abs()
     num_top = max(1, math.ceil(TOP_SHARE * num_tokens))
     largest = mass.flatten().topk(min(num_top, mass.numel())).values
     edges = [-math.inf, *map(math.log, PROBABILITY_BOUNDS), math.inf]

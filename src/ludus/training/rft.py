@@ -34,7 +34,7 @@ from ludus.training.rl.build import closing_parts, make_trackers, probe_tokens, 
 from ludus.training.rl.sync_trainer import Comparison, EvaluatedTrainer, Reporter
 from ludus.training.rl.validate import check_trackers
 from ludus.training.rl.weight_sync import WeightSync
-from ludus.training.run.checkpoint import TrainerState, load_trainer, load_weights, prune, save_checkpoint
+from ludus.training.run.checkpoint import TrainerState, load_weights, prune, read_state, save_checkpoint
 from ludus.training.run.run_dir import RunFolder, list_checkpoints, save_config
 from ludus.training.run.session import TrainingSession, make_engine, session_scheduler
 from ludus.training.sft import sft_step
@@ -164,8 +164,14 @@ class RftTrainer(EvaluatedTrainer):
 def select_samples(groups: Sequence[Sequence[Episode]], session: TrainingSession) -> list[TrainingSample]:
     """Return the samples in order; distinct successful attempts train."""
     episodes = [episode for group in groups for episode in group]
-    solved = [success(session.world.rewards, e.trajectory) and _can_train(e) for e in episodes]
-    keys = [(e.task.id, _actions(e)) for e in episodes]
+    solved = [
+        success(session.world.rewards, one.trajectory)
+        and one.trajectory.num_action_tokens > 0
+        and len(one.trajectory.rows) == 1
+        for one in episodes
+    ]
+    actions = [tuple(s.tokens for s in one.trajectory.segments if s.kind == "action") for one in episodes]
+    keys = [(one.task.id, tokens) for one, tokens in zip(episodes, actions, strict=True)]
     fresh = keep_solved(rewards=[float(s) for s in solved], keys=keys).tolist()
     limit = session.config.rft.max_per_task
     num_selected: Counter[str] = Counter()
@@ -189,14 +195,6 @@ def _training_status(episode: Episode, is_solved: bool, is_fresh: bool) -> tuple
     return (RolloutOutcome.TRAINED, "trained") if is_fresh else (RolloutOutcome.DROPPED, "duplicate")
 
 
-def _can_train(episode: Episode) -> bool:
-    return episode.trajectory.num_action_tokens > 0 and len(episode.trajectory.rows) == 1
-
-
-def _actions(episode: Episode) -> tuple[tuple[int, ...], ...]:
-    return tuple(s.tokens for s in episode.trajectory.segments if s.kind == "action")
-
-
 def _order(num: int, seed: int, number: int, epoch: int) -> list[int]:
     order = list(range(num))
     random.Random(f"rft:{seed}:{number}:{epoch}").shuffle(order)
@@ -209,10 +207,7 @@ def run_rft(session: TrainingSession, folder: RunFolder, reporter: Reporter) -> 
     done, ledger = 0, Ledger()
     if checkpoints := list_checkpoints(folder.checkpoints):
         done, path = checkpoints[-1]
-        optimizer = Optimizer(
-            session.model, OptimizerSettings.from_config(config.rft, 1), master_weights=config.model.master_weights
-        )
-        ledger = Ledger.restore(load_trainer(path, optimizer).ledger)
+        ledger = Ledger.restore(read_state(path).ledger)
         load_weights(path, session.model)
         log.info("resumed from %s", path)
     engine = make_engine(session)

@@ -1,22 +1,9 @@
 """Advantages: map the rewards of a whole batch to one number per action token.
 
-Every function takes its tensors by keyword and returns [N, L]: `rewards` [N] (or `turn_rewards` [N, K] with `turn`
-[N, L]), `group` [N] integers, `mask` [N, L], and its own inputs. The result is 0 off the mask, also for NaN
-inputs. They compute in float64, and raise ValueError, naming the row, for a non-finite number at a used position, and
-for a group with one member if members are compared. Equal rewards of a group result in exactly 0, also if they differ
-by rounding.
-
-| module | inputs |
-|---|---|
-| `group_relative` | trajectories of a group or a batch; a greedy trajectory |
-| `turns` | turns of a group, without a critic |
-| `gae` | rewards and values over action tokens or turns, also off policy |
-| `process_rewards` | rewards of a second model |
-| `running_baselines` | statistics over several steps |
-| `calibration` | per-turn reward tiers, from recorded rollouts |
-
-To add an advantage, write a decorated function in a new or existing module of this package
-(`algorithm.AdvantageSpec`). The package exports the public names of all modules.
+Every function takes its tensors by keyword, computes in float64 and returns [N, L], 0 off the mask (also for NaN
+inputs): `rewards` [N] (or `turn_rewards` [N, K] with `turn` [N, L]), `group` [N] integers, `mask` [N, L], and its own
+inputs. Equal rewards of a group, up to rounding, result in exactly 0. ValueError names the row of a non-finite number
+at a used position, or of a group with one member if members are compared. The package exports all public names.
 """
 
 from __future__ import annotations

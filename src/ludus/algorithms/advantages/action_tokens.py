@@ -1,11 +1,8 @@
 """Action tokens packed without gaps: reverse scans over them, their turns, and their rewards.
 
-An observation is neither a step nor a discount: returns and temporal differences are defined on the subsequence of
-action tokens. `ActionTokens` packs it to the left of each row ([N, T], T the longest row) and unpacks it.
-
-`turn` [N, L] integers is used on action tokens only: turns count from 0 in each row, without gaps, and do not
-decrease. If `turn` is None, each run of action tokens is a turn. `turn_rewards` [N, K] is used up to the last
-turn of a row; later columns (NaN too) are ignored.
+Returns and temporal differences are defined on the subsequence of action tokens: an observation is neither a step nor
+a discount. `turn` [N, L] integers counts from 0 in each row, without gaps, on action tokens only (None: each run of
+action tokens is a turn); `turn_rewards` [N, K] is used up to the last turn of a row.
 """
 
 from __future__ import annotations

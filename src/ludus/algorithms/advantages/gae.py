@@ -1,17 +1,9 @@
 """Advantages with a critic: by token, by turn, and corrected for another behaviour policy.
 
-`values` [N, L]: column `t` is V of the state before token `t`, used on action tokens only.
-`bootstrap_values` [N]: V of the state after a row's last action token; 0 (None: for every row) if the episode
-terminated, so that only truncated episodes bootstrap. Rewards are placed by `token_rewards`: `rewards` [N] on the
-last action token, `turn_rewards` [N, K] on the last one of each turn of `turn` [N, L], `-kl_coef kl` on all.
-
-All compute in float64 and return [N, L] in the widest float type of rewards and values, 0 off the mask, without
-gradient. They raise ValueError for a wrong shape and for a non-finite number (naming the row). `group` [N] is part of
-the common signature and only validated. The value target of a token is its advantage plus
-its value: `value_targets`, before any whitening.
-
-V-trace and Retrace contain the behaviour ratio `w = exp(old_logprobs - behavior_logprobs)`, its exponent clamped to
-+-20, without gradient: an additional correction would apply it twice.
+`values` [N, L]: column `t` is V of the state before token `t`; `bootstrap_values` [N]: V after a row's last action
+token, 0 (None: for every row) if the episode terminated. Rewards are placed by `token_rewards`. All return [N, L] in
+the widest float type of rewards and values, without gradient; `group` is only validated. V-trace and Retrace contain
+`w = exp(old_logprobs - behavior_logprobs)`, clamped: an additional correction would apply it twice.
 """
 
 from __future__ import annotations

@@ -194,6 +194,11 @@ def role_groups(*, group: Tensor, proposer: Tensor, proposer_group: Tensor | Non
     return ids.reshape(group.shape)
 
 
+@AdvantageSpec(
+    help="proposers and solvers, each compared in their own groups",
+    needs={Need.GROUP, Need.STD, Need.PROPOSALS, Need.ADVANTAGE_OF_EQUAL_REWARDS},
+    reads={"group": "proposals"},
+)
 def hierarchical(
     *,
     rewards: Tensor,
@@ -214,18 +219,14 @@ def hierarchical(
     return grpo(rewards=rewards, group=groups, mask=mask, ddof=ddof)
 
 
-@AdvantageSpec(
-    name="hierarchical",
-    help="proposers and solvers, each compared in their own groups",
-    needs={Need.GROUP, Need.STD, Need.PROPOSALS, Need.ADVANTAGE_OF_EQUAL_REWARDS},
-)
-def _hierarchical(*, rewards: Tensor, proposals: Tensor, proposer: Tensor, mask: Tensor, ddof: int) -> Tensor:
-    return hierarchical(rewards=rewards, group=proposals, proposer=proposer, mask=mask, ddof=ddof)
-
-
 # Relative to a greedy attempt, or without a baseline
 
 
+@AdvantageSpec(
+    help="rewards minus that of a greedy episode",
+    needs={Need.GREEDY_ROLLOUT, Need.ADVANTAGE_OF_EQUAL_REWARDS},
+    reads={"greedy_rewards": "baselines"},
+)
 def remax(*, rewards: Tensor, greedy_rewards: Tensor, mask: Tensor, group: Tensor | None = None) -> Tensor:
     """Return `r - r(greedy)`, arXiv:2310.10505 (ReMax).
 
@@ -234,15 +235,6 @@ def remax(*, rewards: Tensor, greedy_rewards: Tensor, mask: Tensor, group: Tenso
     check_group(group, mask)
     scores = numbers("rewards", rewards, mask) - numbers("greedy_rewards", greedy_rewards, mask)
     return per_action(scores, mask, float_dtype(rewards))
-
-
-@AdvantageSpec(
-    name="remax",
-    help="rewards minus that of a greedy episode",
-    needs={Need.GREEDY_ROLLOUT, Need.ADVANTAGE_OF_EQUAL_REWARDS},
-)
-def _remax(*, rewards: Tensor, baselines: Tensor, mask: Tensor) -> Tensor:
-    return remax(rewards=rewards, greedy_rewards=baselines, mask=mask)
 
 
 @AdvantageSpec(help="the reward itself")

@@ -44,6 +44,11 @@ def prime(
     return (dense + rloo(rewards=grouped.rewards, group=group, mask=mask)).to(dtype)
 
 
+@AdvantageSpec(
+    help="rewards minus a greedy one, weighted by an outcome critic",
+    needs={Need.GREEDY_ROLLOUT, Need.OUTCOME_CRITIC, Need.ADVANTAGE_OF_EQUAL_REWARDS},
+    reads={"greedy_rewards": "baselines"},
+)
 def coderl(
     *, rewards: Tensor, greedy_rewards: Tensor, outcome_probs: Tensor, mask: Tensor, group: Tensor | None = None
 ) -> Tensor:
@@ -62,12 +67,3 @@ def coderl(
         raise ValueError(f"outcome_probs of row {row} has {float(weights[row, index])}; they must be in [0, 1]")
     gain = numbers("rewards", rewards, mask) - numbers("greedy_rewards", greedy_rewards, mask)
     return tokens.spread(weights * gain[:, None], float_dtype(rewards, outcome_probs))
-
-
-@AdvantageSpec(
-    name="coderl",
-    help="rewards minus a greedy one, weighted by an outcome critic",
-    needs={Need.GREEDY_ROLLOUT, Need.OUTCOME_CRITIC, Need.ADVANTAGE_OF_EQUAL_REWARDS},
-)
-def _coderl(*, rewards: Tensor, baselines: Tensor, outcome_probs: Tensor, mask: Tensor) -> Tensor:
-    return coderl(rewards=rewards, greedy_rewards=baselines, outcome_probs=outcome_probs, mask=mask)

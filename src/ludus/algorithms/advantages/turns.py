@@ -1,16 +1,15 @@
 """Turn-level advantages without a critic: each turn is normalised over comparable turns of its group.
 
-`turn` [N, L] integers counts from 0 on action tokens (None: each run of action tokens is a turn); `turn_rewards` [N, K]
-is read up to a row's last turn. A *normalised* number is `(x - mean) / (std + eps)` over the compared numbers
-(`scale="none"`: `x - mean`), with the `ddof` of `grpo`, exactly 0 if they are equal up to rounding or if there is only
-one. A member reaches a turn if it has an action token in it. All return [N, L] in the widest float type of the rewards.
-They raise ValueError for wrong shapes, non-finite numbers (naming the row), and groups of one row.
+`turn` [N, L] counts from 0 on action tokens (None: each run of action tokens is a turn); `turn_rewards` [N, K] is read
+up to a row's last turn. A *normalised* number is `(x - mean) / (std + eps)` over the compared numbers (`scale="none"`:
+`x - mean`), with the `ddof` of `grpo`, exactly 0 if they are equal up to rounding or there is only one. A member
+reaches a turn if it has an action token in it. All return [N, L] in the widest float type of the rewards.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, TypedDict, Unpack
 
 from ludus.algorithms.advantages.action_tokens import Turns, reverse_scan, rewards_of_turns, turns_of
 from ludus.algorithms.algorithm import FRACTION, NOT_NEGATIVE, AdvantageSpec, Need, Option
@@ -19,6 +18,44 @@ from ludus.algorithms.tensors import Tensor, float_dtype, groups_to_compare, rew
 Scale = Literal["std", "none"]
 SCALES = ("std", "none")
 COMPARES_TURNS = {Need.GROUP, Need.STD, Need.TURN_REWARDS, Need.OPTIONAL_TURN_REWARDS, Need.ADVANTAGE_OF_EQUAL_REWARDS}
+
+
+class _GroupInputs(TypedDict):
+    group: Tensor
+    mask: Tensor
+
+
+class TurnInputs(_GroupInputs, total=False):
+    """The inputs of every advantage on turns; `ddof` is 1 and `eps` 1e-6 unless given."""
+
+    turn: Tensor | None
+    ddof: int
+    eps: float
+
+
+@dataclass(frozen=True, slots=True)
+class _Inputs:
+    """The values of `TurnInputs`."""
+
+    group: Tensor
+    mask: Tensor
+    turn: Tensor | None = None
+    ddof: int = 1
+    eps: float = 1e-6
+
+    @property
+    def ids(self) -> Tensor:
+        """The groups [N] on the device of the mask."""
+        return self.group.to(self.mask.device).long()
+
+    def checked(self, rewards: Tensor) -> Tensor:
+        """Return the rewards [N] in float64 on the device of the mask, validated as by `grpo`."""
+        return groups_to_compare(rewards, self.group, self.mask).rewards.to(self.mask.device)
+
+    def norm(self, *rewards: Tensor | None, scale: Scale = "std") -> _Normaliser:
+        """Return the normalisation within groups, up to the rounding error of the rewards."""
+        noise = max((reward_rtol(t.dtype) for t in rewards if t is not None), default=0.0)
+        return _Normaliser(self.ddof, self.eps, scale, noise)
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,13 +112,9 @@ def turn_grpo(
     *,
     rewards: Tensor,
     turn_rewards: Tensor,
-    group: Tensor,
-    mask: Tensor,
-    turn: Tensor | None = None,
     turn_weight: float = 1.0,
     outcome_weight: float = 1.0,
-    ddof: int = 1,
-    eps: float = 1e-6,
+    **inputs: Unpack[TurnInputs],
 ) -> Tensor:
     """Return turn reward plus outcome, each normalised in the group, arXiv:2505.11821 (MT-GRPO).
 
@@ -90,13 +123,12 @@ def turn_grpo(
     for which it is the last; the term is 0 if only one member reached it. Weights 1 as in the paper. (arXiv:2604.02869
     writes the first term as the sum over the remaining turns.)
     """
-    outcome = _checked_rewards(rewards, group, mask)
-    ids = group.to(mask.device)
-    turns, of_turns = rewards_of_turns(mask, turn, turn_rewards, None)
-    norm = _Normaliser(ddof, eps, "std", _rounding_error(rewards))
-    norm_turns = _Normaliser(ddof, eps, "std", _rounding_error(turn_rewards))
-    advantage = turn_weight * norm_turns.per_turn(of_turns, ids, turns)
-    advantage = torch.where(turns.last, 0.0, advantage) + outcome_weight * norm.rows(outcome, ids)[:, None]
+    given = _Inputs(**inputs)
+    outcome = given.checked(rewards)
+    turns, of_turns = rewards_of_turns(given.mask, given.turn, turn_rewards, None)
+    advantage = turn_weight * given.norm(turn_rewards).per_turn(of_turns, given.ids, turns)
+    of_outcome = outcome_weight * given.norm(rewards).rows(outcome, given.ids)
+    advantage = torch.where(turns.last, 0.0, advantage) + of_outcome[:, None]
     return _expand_to_tokens(turns, advantage, rewards, turn_rewards)
 
 
@@ -108,24 +140,21 @@ def turn_grpo(
 def turn_return(
     *,
     turn_rewards: Tensor | None = None,
-    group: Tensor,
-    mask: Tensor,
-    turn: Tensor | None = None,
     rewards: Tensor | None = None,
     gamma: float = 1.0,
-    ddof: int = 1,
-    eps: float = 1e-6,
+    **inputs: Unpack[TurnInputs],
 ) -> Tensor:
     """Return `R[i, k] = sum_{j >= k} gamma^(j-k) r[i, j]`, normalised over the members that reached turn `k`.
 
     arXiv:2511.14846 (group turn policy optimisation, whose GTPO is not that of arXiv:2508.03772), which takes
     `gamma` below 1. `rewards` [N], if given, is added to the reward of each row's last turn.
     """
-    turns, of_turns = rewards_of_turns(mask, turn, turn_rewards, rewards)
-    _checked_rewards(torch.zeros(mask.shape[0]) if rewards is None else rewards, group, mask)
+    given = _Inputs(**inputs)
+    turns, of_turns = rewards_of_turns(given.mask, given.turn, turn_rewards, rewards)
+    given.checked(torch.zeros(given.mask.shape[0]) if rewards is None else rewards)
     returns = reverse_scan(of_turns, torch.full_like(of_turns, gamma))
-    norm = _Normaliser(ddof, eps, "std", _rounding_error(turn_rewards, rewards))
-    return _expand_to_tokens(turns, norm.per_turn(returns, group.to(mask.device), turns), turn_rewards, rewards)
+    advantage = given.norm(turn_rewards, rewards).per_turn(returns, given.ids, turns)
+    return _expand_to_tokens(turns, advantage, turn_rewards, rewards)
 
 
 @AdvantageSpec(
@@ -137,25 +166,21 @@ def turn_return_hybrid(
     *,
     rewards: Tensor,
     turn_rewards: Tensor,
-    group: Tensor,
-    mask: Tensor,
-    turn: Tensor | None = None,
     gamma: float = 0.9,
     outcome_weight: float = 0.3,
-    ddof: int = 1,
-    eps: float = 1e-6,
+    **inputs: Unpack[TurnInputs],
 ) -> Tensor:
     """Return `norm_k(sum_{j=k..K-1} gamma^(j-k) r[i, j] + gamma^(K-k) o_i) + outcome_weight norm(o)_i`.
 
     The hybrid of arXiv:2604.02869, equation 2, with its damping 0.3 and `gamma` 0.9. `o` is `rewards`, `K` the row's
     own number of turns: the outcome is placed one step after the last turn. `norm_k` as in `turn_return`.
     """
-    outcome = _checked_rewards(rewards, group, mask)
-    turns, of_turns = rewards_of_turns(mask, turn, turn_rewards, None)
-    ids = group.to(mask.device)
+    given = _Inputs(**inputs)
+    outcome = given.checked(rewards)
+    turns, of_turns = rewards_of_turns(given.mask, given.turn, turn_rewards, None)
     terms = of_turns + gamma * select(outcome[:, None].expand(of_turns.shape), turns.last)
     returns = reverse_scan(terms, torch.full_like(terms, gamma))
-    norm = _Normaliser(ddof, eps, "std", _rounding_error(turn_rewards, rewards))
+    norm, ids = given.norm(turn_rewards, rewards), given.ids
     advantage = norm.per_turn(returns, ids, turns) + outcome_weight * norm.rows(outcome, ids)[:, None]
     return _expand_to_tokens(turns, advantage, turn_rewards, rewards)
 
@@ -164,15 +189,11 @@ def gigpo(
     *,
     rewards: Tensor,
     anchors: Tensor,
-    group: Tensor,
-    mask: Tensor,
-    turn: Tensor | None = None,
     turn_rewards: Tensor | None = None,
     gamma: float = 0.95,
     weight: float = 1.0,
     scale: Scale = "std",
-    ddof: int = 1,
-    eps: float = 1e-6,
+    **inputs: Unpack[TurnInputs],
 ) -> Tensor:
     """Return `norm(r)_i + weight norm_over_equal_anchors(R[i, k])`, arXiv:2505.10978 (GiGPO).
 
@@ -182,19 +203,24 @@ def gigpo(
     last turn. `gamma` 0.95, `weight` 1 and both terms divided by the deviation, as in the paper;
     `scale="none"` only centres, which its example runs also use.
     """
-    outcome = _checked_rewards(rewards, group, mask)
-    turns, of_turns = rewards_of_turns(mask, turn, turn_rewards, rewards if turn_rewards is None else None)
-    shape = of_turns.shape
-    if anchors.ndim != 2 or anchors.shape[0] != shape[0] or anchors.shape[1] < shape[1]:
-        raise ValueError(f"anchors must be {list(shape)}, not {list(anchors.shape)}")
-    if anchors.is_floating_point():
-        raise ValueError("anchors must hold integers")
-    ids = group.to(mask.device).long()
-    states = anchors[:, : shape[1]].to(mask.device).long()
+    given = _Inputs(**inputs)
+    outcome, ids = given.checked(rewards), given.ids
+    only = rewards if turn_rewards is None else None
+    turns, of_turns = rewards_of_turns(given.mask, given.turn, turn_rewards, only)
+    states = _ids("anchors", anchors, of_turns)
     returns = reverse_scan(of_turns, torch.full_like(of_turns, gamma))
-    norm = _Normaliser(ddof, eps, scale, _rounding_error(turn_rewards, rewards))
-    local = norm.cells(returns, torch.stack([ids[:, None].expand(shape), states], -1), turns.reached)
+    norm = given.norm(turn_rewards, rewards, scale=scale)
+    local = norm.cells(returns, torch.stack([ids[:, None].expand(states.shape), states], -1), turns.reached)
     return _expand_to_tokens(turns, norm.rows(outcome, ids)[:, None] + weight * local, rewards, turn_rewards)
+
+
+class _StateInputs(_GroupInputs):
+    turn: Tensor
+    anchors: Tensor
+    gamma: float
+    weight: float
+    scale: Scale
+    ddof: int
 
 
 @AdvantageSpec(
@@ -207,35 +233,11 @@ def gigpo(
         "scale": Option("divide by the standard deviation, or do not", choices=SCALES, default="std"),
     },
 )
-def _gigpo(
-    *,
-    rewards: Tensor,
-    anchors: Tensor,
-    group: Tensor,
-    mask: Tensor,
-    turn: Tensor,
-    turn_rewards: Tensor,
-    gamma: float,
-    weight: float,
-    scale: Scale,
-    ddof: int,
-) -> Tensor:
+def _gigpo(*, rewards: Tensor, turn_rewards: Tensor, **inputs: Unpack[_StateInputs]) -> Tensor:
     """Call `gigpo` with the reward added to that of each row's last turn."""
-    last = torch.where(mask.bool(), turn, -1).amax(1)
-    columns = torch.arange(turn_rewards.shape[1], device=last.device)
-    outcome = torch.where(columns == last[:, None], rewards[:, None].to(last.device), 0.0)
-    return gigpo(
-        rewards=rewards,
-        anchors=anchors,
-        group=group,
-        mask=mask,
-        turn=turn,
-        turn_rewards=turn_rewards + outcome,
-        gamma=gamma,
-        weight=weight,
-        scale=scale,
-        ddof=ddof,
-    )
+    last = turns_of(inputs["turn"], inputs["mask"], turn_rewards.shape[1]).last
+    outcome = torch.where(last, rewards[:, None].to(last.device), 0.0)
+    return gigpo(rewards=rewards, turn_rewards=turn_rewards + outcome, **inputs)
 
 
 @AdvantageSpec(
@@ -243,17 +245,7 @@ def _gigpo(
     needs={Need.GROUP, Need.STD, Need.BRANCHES},
     options={"scale": Option("divide by the standard deviation, or do not", choices=SCALES)},
 )
-def siblings(
-    *,
-    rewards: Tensor,
-    nodes: Tensor,
-    group: Tensor,
-    mask: Tensor,
-    turn: Tensor | None = None,
-    scale: Scale = "std",
-    ddof: int = 1,
-    eps: float = 1e-6,
-) -> Tensor:
+def siblings(*, rewards: Tensor, nodes: Tensor, scale: Scale = "std", **inputs: Unpack[TurnInputs]) -> Tensor:
     """Return the value of each branch, normalised over its siblings.
 
     Rows are paths of trees; `nodes` [N, K] integers, read up to a row's last turn, are equal if rows of a
@@ -262,15 +254,12 @@ def siblings(
     all first actions of the group. An action without siblings belongs to the branch of the previous
     action and has its advantage; the only first action of a group has 0. Without shared actions this is `grpo`.
     """
-    outcome = _checked_rewards(rewards, group, mask)
-    turns = turns_of(turn, mask)
+    given = _Inputs(**inputs)
+    outcome, mask = given.checked(rewards), given.mask
+    turns = turns_of(given.turn, mask)
     shape = turns.reached.shape
-    if nodes.ndim != 2 or nodes.shape[0] != shape[0] or nodes.shape[1] < shape[1]:
-        raise ValueError(f"nodes must be {list(shape)}, not {list(nodes.shape)}")
-    if nodes.is_floating_point():
-        raise ValueError("nodes must hold integers")
-    ids = group.to(mask.device).long()[:, None].expand(shape)
-    own = torch.stack([ids, nodes[:, : shape[1]].to(mask.device).long()], -1)
+    ids = given.ids[:, None].expand(shape)
+    own = torch.stack([ids, _ids("nodes", nodes, turns.reached)], -1)
     cells, index = torch.unique(own[turns.reached], dim=0, return_inverse=True)
     values = outcome[:, None].expand(shape)[turns.reached]
     empty = torch.zeros(len(cells), dtype=torch.float64, device=mask.device)
@@ -281,7 +270,7 @@ def siblings(
     parents = torch.empty(len(cells), 2, dtype=torch.int64, device=mask.device)
     parents[index] = torch.stack([ids, before], -1)[turns.reached]
     _, fork, sizes = torch.unique(parents, dim=0, return_inverse=True, return_counts=True)
-    found = _Normaliser(ddof, eps, scale, _rounding_error(rewards))(values, fork[:, None])
+    found = given.norm(rewards, scale=scale)(values, fork[:, None])
     alone = sizes[fork] == 1
     advantage = torch.zeros(shape, dtype=torch.float64, device=mask.device)
     for k in range(shape[1]):
@@ -292,16 +281,15 @@ def siblings(
     return _expand_to_tokens(turns, advantage, rewards)
 
 
-def _checked_rewards(rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
-    """Return the rewards [N] in float64 on the device of the mask, validated as by `grpo`."""
-    return groups_to_compare(rewards, group, mask).rewards.to(mask.device)
+def _ids(name: str, values: Tensor, like: Tensor) -> Tensor:
+    """Return the first K columns of `values`, for `like` [N, K]. Raises ValueError unless they are integers."""
+    if values.ndim != 2 or values.shape[0] != like.shape[0] or values.shape[1] < like.shape[1]:
+        raise ValueError(f"{name} must be {list(like.shape)}, not {list(values.shape)}")
+    if values.is_floating_point():
+        raise ValueError(f"{name} must hold integers")
+    return values[:, : like.shape[1]].to(like.device).long()
 
 
 def _expand_to_tokens(turns: Turns, advantage: Tensor, *rewards: Tensor | None) -> Tensor:
     """Return `advantage` [N, K], expanded to the action tokens of each turn [N, L]."""
     return turns.tokens.spread(turns.spread(advantage), float_dtype(*rewards))
-
-
-def _rounding_error(*rewards: Tensor | None) -> float:
-    """Return the largest relative rounding error of the given dtypes."""
-    return max((reward_rtol(t.dtype) for t in rewards if t is not None), default=0.0)

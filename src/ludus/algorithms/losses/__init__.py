@@ -1,12 +1,9 @@
 """Policy losses per token or per trajectory, before aggregation, and auxiliary losses.
 
-Every function takes padded tensors [N, L] by keyword and returns [N, L], 0 where `mask` is 0, or [N] if its docstring
-says so. The gradient flows through `logprobs` only. Masked positions are ignored, also if NaN or infinite.
-Statistics of the whole batch (a token selection, weights, a count) are arguments computed once, so that microbatches
-add up to the same gradient.
-
-Losses on pairs (such as `dpo`) are defined in `algorithms.preference`, with other shapes, and exported here as well.
-To add a loss, write a decorated function in a new or existing module of this package (`algorithm.LossSpec`).
+Every function takes padded tensors [N, L] by keyword and returns [N, L], 0 where `mask` is 0 (also if the input is NaN
+there), or [N] if its docstring says so. The gradient flows through `logprobs` only. Statistics of the whole batch are
+arguments computed once, so that microbatches add up to the same gradient. Losses on pairs (`algorithms.preference`) are
+exported here as well.
 """
 
 from __future__ import annotations

@@ -1,9 +1,7 @@
 """Clip-Cov and KL-Cov: restrict updates on the few tokens with a high covariance of log-probability and advantage.
 
-Both select tokens once per step, over the whole batch: means (`CovarianceMeans`, additive over parts of the batch),
-covariances (`token_covariance`), selection (`choose_between` or `choose_highest`). Each microbatch reads its rows of
-the selection, which therefore does not depend on the split. Other frameworks compute the means and the selection per
-microbatch.
+Means, covariances and the selection are those of the whole batch and computed once per step, so that they do not
+depend on the split into microbatches (other frameworks compute them per microbatch).
 """
 
 from __future__ import annotations

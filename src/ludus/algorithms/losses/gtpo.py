@@ -1,7 +1,6 @@
 """GTPO of arXiv:2508.03772: no negative update on tokens shared by good and bad trajectories of a group.
 
-The weights need whole groups and are computed once for the batch; the loss reads those of its microbatch. The
-entropy filter is `filters.entropy_bound`, and `training.credit.advantages` subtracts its entropy penalty. It has no KL
+The weights need whole groups and are computed once for the batch; `filters.entropy_bound` is its filter. It has no KL
 term and no reference. (arXiv:2604.02869 and arXiv:2508.04349 use the name GTPO for other algorithms.)
 """
 

@@ -5,11 +5,12 @@ from __future__ import annotations
 import tomllib
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import fields, replace
 from importlib import resources
+from operator import attrgetter
 
-from ludus.algorithms.algorithm import TERM_OPTIONS, Algorithm, Need, Part, PartOptions
-from ludus.algorithms.kl import FULL_KL_NAMES, KL_NAMES, PLACEMENTS
+from ludus.algorithms.algorithm import KINDS, TERM_OPTIONS, Algorithm, Need, Part, PartOptions
+from ludus.algorithms.kl import FULL_KL_NAMES, KL_NAMES
 from ludus.algorithms.objective import AGGREGATIONS
 from ludus.config.schema import Config
 from ludus.config.sections.algorithm import AlgorithmConfig
@@ -48,13 +49,11 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
     algorithm = replace(algorithm, options=_options(config.options, preset, algorithm))
     _check_name("aggregation", algorithm.aggregation, AGGREGATIONS)
     _check_name("kl", algorithm.kl, KL_NAMES)
-    _check_options(algorithm, "advantage", algorithm.advantage)
-    _check_options(algorithm, "loss", algorithm.loss)
-    _check_options(algorithm, "correction", algorithm.correction)
-    _check_options(algorithm, "kl", algorithm.kl)
+    for part in (*KINDS, "kl"):
+        _check_options(algorithm, part)
     for name in algorithm.options.terms:
         _check_name("options.terms", name, TERM_OPTIONS)
-    _check_options(algorithm, "terms", "")
+    _check_options(algorithm, "terms")
     check_combinations(algorithm)
     check_corrections(algorithm)
     for wrong, what, remedy in _contradictions(algorithm):
@@ -68,8 +67,12 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
                     f"Unset {key}, or change what ignores it; if the preset sets it, switch it off.",
                 )
     _check_group_size(algorithm)
-    if algorithm.kl_coef > 0:
-        check_placement(algorithm.kl, algorithm.kl_placement)
+    if algorithm.kl_coef > 0 and algorithm.kl == "k1" and algorithm.kl_placement == "loss":
+        warnings.warn(
+            "k1 in the loss has gradient 0 in expectation and regularises nothing;"
+            " use k2 or k3_k2grad there, or kl_placement = 'reward'.",
+            stacklevel=2,
+        )
     return algorithm
 
 
@@ -108,7 +111,7 @@ def minibatches_of(config: Config) -> int:
     return config.training.minibatches or resolve(config.algorithm).minibatches
 
 
-def _check_options(algorithm: Algorithm, part: Part, name: str) -> None:
+def _check_options(algorithm: Algorithm, part: Part) -> None:
     """Raise ConfigError for an unknown option of the part or an invalid value."""
     given, known = algorithm.options_of(part)
     for key, value in given.items():
@@ -116,33 +119,20 @@ def _check_options(algorithm: Algorithm, part: Part, name: str) -> None:
             guess = did_you_mean(key, known, cutoff=0.5)
             have = ", ".join(known) or "none"
             raise ConfigError(
-                f"algorithm.options.{part}.{key} is not an option of the {part} {name}.", f"{guess}It has: {have}."
+                f"algorithm.options.{part}.{key} is not an option of the {part} {attrgetter(part)(algorithm)}.",
+                f"{guess}It has: {have}.",
             )
         known[key].check(f"algorithm.options.{part}.{key}", value)
 
 
 def _options(given: PartOptionsConfig, preset: Algorithm, algorithm: Algorithm) -> PartOptions:
     """Return the options of the preset with overrides; a replaced part does not inherit options."""
-    own = preset.options
-    return PartOptions(
-        advantage=(own.advantage if algorithm.advantage == preset.advantage else {}) | given.advantage,
-        loss=(own.loss if algorithm.loss == preset.loss else {}) | given.loss,
-        correction=(own.correction if algorithm.correction == preset.correction else {}) | given.correction,
-        kl=own.kl | given.kl,
-        terms=own.terms | given.terms,
-    )
-
-
-def check_placement(kl: str, placement: str) -> None:
-    """Warn if an estimator has no effect at its placement; raise ConfigError for unknown names."""
-    _check_name("kl", kl, KL_NAMES)
-    _check_name("kl_placement", placement, PLACEMENTS)
-    if kl == "k1" and placement == "loss":
-        warnings.warn(
-            "k1 in the loss has gradient 0 in expectation and regularises nothing;"
-            " use k2 or k3_k2grad there, or kl_placement = 'reward'.",
-            stacklevel=2,
-        )
+    found = {}
+    for part in fields(PartOptions):
+        read = attrgetter(part.name)
+        kept = part.name not in KINDS or read(algorithm) == read(preset)
+        found[part.name] = (read(preset.options) if kept else {}) | read(given)
+    return PartOptions(**found)
 
 
 def _contradictions(algorithm: Algorithm) -> Iterator[tuple[bool, str, str]]:

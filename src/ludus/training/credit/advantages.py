@@ -193,7 +193,7 @@ def assign_credit(
     compared: list[TrainingSample] = []
     for number, group in enumerate(groups, start=first_group):
         if any(episode.trajectory.failure for episode in group):
-            samples += [_dropped_sample(episode, number) for episode in group]
+            samples += [TrainingSample(one, *_failed_status(one), number) for one in group]
         else:
             check_trajectories([episode.trajectory for episode in group])
             if algorithm.advantage_spec.has(Need.BINARY_REWARDS):
@@ -288,10 +288,9 @@ def _critic_algorithm(algorithm: Algorithm) -> Algorithm:
     return replace(algorithm.without_token_weights(), options=replace(algorithm.options, advantage=options))
 
 
-def _dropped_sample(episode: Episode, number: int) -> TrainingSample:
-    if (failure := episode.trajectory.failure) is not None:
-        return TrainingSample(episode, RolloutOutcome.FAILED, failure.part, number)
-    return TrainingSample(episode, RolloutOutcome.DROPPED, "partial_group", number)
+def _failed_status(episode: Episode) -> tuple[RolloutOutcome, str]:
+    failure = episode.trajectory.failure
+    return (RolloutOutcome.DROPPED, "partial_group") if failure is None else (RolloutOutcome.FAILED, failure.part)
 
 
 def _compare(samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:
@@ -399,16 +398,13 @@ def _chain_advantages(
     outcomes = _make_outcomes(samples, estimates)
     if algorithm.advantage_spec.has(Need.BRANCHES):
         outcomes = replace(outcomes, nodes=turn_nodes(split))
-    rewards = outcomes.rewards
     punished = [_punishment(sample.episode.trajectory, algorithm, max_length) for sample in samples]
-    rewards = rewards + torch.tensor(punished, dtype=torch.float64)
+    rewards = outcomes.rewards + torch.tensor(punished, dtype=torch.float64)
     penalty = outcomes.kl
-    token_level = algorithm.advantage_spec.has(Need.TOKEN_KL)
-    if penalty is not None and algorithm.kl_placement == "reward" and not token_level:
+    in_reward = algorithm.kl_placement == "reward"
+    if penalty is not None and in_reward and not algorithm.advantage_spec.has(Need.TOKEN_KL):
         rewards = penalised_rewards(rewards=rewards, kl=penalty, mask=outcomes.mask, coef=algorithm.kl_coef)
-    inputs = replace(outcomes, rewards=rewards)
-    if algorithm.kl_placement != "reward":
-        inputs = replace(inputs, kl=None)
+    inputs = replace(outcomes, rewards=rewards, kl=penalty if in_reward else None)
     advantages = algorithm.compute("advantage", inputs)
     if penalty is not None and algorithm.kl_placement == "advantage":
         advantages = penalised_advantages(
@@ -446,6 +442,7 @@ def _make_outcomes(samples: Sequence[TrainingSample], estimates: Estimates) -> O
     num_turns = max((max(row, default=0) + 1 for row in turns), default=1)
     proposer, proposals = role_tables([sample.episode.task for sample in samples])
     mask = torch.arange(width)[None, :] < lengths[:, None]
+    per_token = {name: rows for name, rows in estimates._asdict().items() if name not in ("entropies", "bootstrap")}
     return Outcomes(
         rewards=torch.tensor([t.reward for t in trajectories], dtype=torch.float64),
         group=torch.tensor([sample.group for sample in samples]),
@@ -453,19 +450,13 @@ def _make_outcomes(samples: Sequence[TrainingSample], estimates: Estimates) -> O
         trains=_training_tokens(samples, mask),
         turn=pad_table(turns, torch.int64, width),
         turn_rewards=pad_table([t.turn_rewards[:num_turns] for t in trajectories], torch.float64, num_turns),
-        kl=_table(estimates.kl, width),
-        values=_table(estimates.values, width),
         bootstrap_values=None if estimates.bootstrap is None else torch.cat(list(estimates.bootstrap)),
-        outcome_probs=_table(estimates.outcome_probs, width),
-        prm_logprobs=_table(estimates.prm_logprobs, width),
-        ref_logprobs=_table(estimates.ref_logprobs, width),
-        old_logprobs=_table(estimates.old_logprobs, width),
         behavior_logprobs=_behavior(samples, estimates.old_logprobs, width),
-        sum_pi_squared=_table(estimates.sum_pi_squared, width),
         baselines=_baselines(samples),
         anchors=_anchors(trajectories, num_turns),
         proposer=proposer,
         proposals=proposals,
+        **{name: _table(rows, width) for name, rows in per_token.items()},
     )
 
 

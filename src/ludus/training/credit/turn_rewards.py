@@ -1,12 +1,8 @@
 """Reward terms added to the combined reward, episode length and turn events, and their calibration.
 
-A turn's event is the status of its first failed call (`raised`, `malformed`, ...), otherwise `progress` if
-the world's turn verifier found a new milestone, otherwise the names of the called tools joined by `+` in
-order, otherwise `answer`.
-
-Calibration (arXiv:2604.02869): the sign of an event's reward and of its advantage can differ, since the
-advantage also depends on other turns, the group and the outcome. `align` measures the mean advantage per event
-on recorded attempts (`tier_advantages`), removes rewards with the wrong sign, and repeats.
+A turn's event is the status of its first failed call (`raised`, `malformed`, ...), otherwise `progress` if the world's
+turn verifier found a new milestone, otherwise the sorted names of the called tools, otherwise `answer`. The sign of an
+event's reward and of its advantage can differ (arXiv:2604.02869): `align` removes rewards with the wrong sign.
 """
 
 from __future__ import annotations

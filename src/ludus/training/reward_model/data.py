@@ -1,9 +1,8 @@
 """Training examples of a reward model: attempts as token ids, scored positions and their targets.
 
-Examples are gathered once and stored in `examples.jsonl.gz` of the run folder, so that a resumed run trains on
-the same ones. Attempts of a run are the ids that its engine sampled and are never re-tokenized. Targets of a
-process model come from Monte Carlo rollouts that continue recorded attempts: the recorded actions are
-replayed in a fresh environment, which must respond equally to equal actions.
+Examples are stored in the run folder, so that a resumed run trains on the same ones; ids of a run are never
+re-tokenized. Targets of a process model come from Monte Carlo rollouts: recorded actions are replayed in a fresh
+environment, which must respond equally to equal actions.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Critics: one value per state, or the probability of success at each action token.
 
-`values[t]` of a `Critic` is V of the state before token `t`, read from the hidden state at `t - 1`. It is a copy
-of the policy's body with a zero head, so initial values are 0. Before its first gradient step its bias is set
-to the mean target, so that it does not have to learn the reward scale. The value loss is clipped.
-Alternatively the critic is a head on the policy's current hidden states.
-
-`OutcomeCritic` follows CodeRL (arXiv:2207.01780), whose four outcomes of a program are compile error, runtime
-error, failed test and passed. Worlds have one outcome reward, so there are two classes: solved or not.
+`values[t]` of a `Critic` is V of the state before token `t`, read from the hidden state at `t - 1` of a copy of the
+policy's body, or of the policy itself. Before its first gradient step the bias of its zero head is set to the mean
+target, so that it does not have to learn the reward scale. `OutcomeCritic` follows CodeRL (arXiv:2207.01780), with two
+classes instead of the four outcomes of a program: solved or not.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -119,7 +119,10 @@ def bootstrap_values(value_model: Critic, samples: Sequence[TrainingSample], row
         truncated = {n: position for n, position in last_actions(trajectory).items() if ended[n] in CUT_OFF}
         if truncated:
             cuts[i] = truncated
-    ends = [replace(rows[i], trains=_mask_of_positions(len(rows[i].tokens), at.values())) for i, at in cuts.items()]
+    ends = []
+    for i, at in cuts.items():
+        marked = set(at.values())
+        ends.append(replace(rows[i], trains=tuple(place in marked for place in range(len(rows[i].tokens)))))
     if not ends:
         return scored
     with value_model.ranks.call_on_ranks("score_values", ends, (), True):
@@ -128,11 +131,6 @@ def bootstrap_values(value_model: Critic, samples: Sequence[TrainingSample], row
         for path, position in cuts[i].items():
             scored[i][path] = values[position]
     return scored
-
-
-def _mask_of_positions(length: int, positions: Iterable[int]) -> tuple[bool, ...]:
-    marked = set(positions)
-    return tuple(i in marked for i in range(length))
 
 
 def train_value_model(value_model: ValueModel, samples: Sequence[TrainingSample]) -> dict[str, float]:
