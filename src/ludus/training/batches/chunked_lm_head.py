@@ -246,10 +246,7 @@ class DivergenceTarget(NamedTuple):
 
 
 def divergence(own: HiddenStates, against: DivergenceTarget, *, rows: int | None = None) -> Tensor:
-    """Return `[A]` nats between tempered distributions, in float32 or better, with gradient to `own`.
-
-    `rows` is the chunk size; None uses that of the output layer.
-    """
+    """Return `[A]` nats between tempered distributions, with gradient to `own`, in chunks of `rows` states."""
     head = own.head
     how = _HeadArgs(head.temperature, rows or max(1, CHUNK_LOGITS // head.weight.shape[0]), against=against)
     (found,) = apply(_Divergence, own.hidden, head.weight, head.bias, how)

@@ -99,10 +99,7 @@ def pack_sequences(sequences: Sequence[Sequence[int]], device: torch.device) -> 
 
 
 def _split_range(common: Sequence[int], first: int, last: int, length: int) -> list[tuple[int, int]]:
-    """Return ranges of sequences that share enough tokens beyond `length` to stay together.
-
-    Sequences i and i + 1 share `common[i]` tokens.
-    """
+    """Return ranges of sequences that share enough tokens beyond `length`; i and i + 1 share `common[i]`."""
     starts = [first, *(i + 1 for i in range(first, last - 1) if common[i] - length < MIN_SHARED_TOKENS)]
     return list(zip(starts, [*starts[1:], last], strict=True))
 

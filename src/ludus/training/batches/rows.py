@@ -1,10 +1,8 @@
-"""Token rows and their packing into padded microbatches.
+"""Token rows and their packing into padded microbatches, which does not change the gradient.
 
 A row is one trajectory or one demonstration. The row of a tree is its concatenated paths, in the order of
 `Trajectory.rows`, separated by `BREAK`. An action token is marked in the first path through it and is context
-in the others, so that sums over marked tokens count it once; shared tokens are computed once anyway
-(`prefix_packing.pack_sequences`). A linear trajectory is a single path. The order and grouping of rows do not
-change the gradient.
+in the others, so that sums over marked tokens count it once.
 """
 
 from __future__ import annotations

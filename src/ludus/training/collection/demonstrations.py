@@ -117,10 +117,7 @@ class Demonstrations:
         ]
 
     async def _replay(self, tasks: Sequence[Task]) -> set[str]:
-        """Replay the experts of the tasks; store those with a positive outcome.
-
-        Return the tasks whose expert failed because of infrastructure.
-        """
+        """Replay and store the experts of the tasks; return the tasks whose expert failed because of infrastructure."""
         dialogues = {
             RolloutKey(0, task.id, i): (task, messages)
             for task in tasks

@@ -147,10 +147,7 @@ def filter_low_variance(samples: Sequence[TrainingSample], algorithm: Algorithm)
 def with_role_baselines(
     samples: Sequence[TrainingSample], environment: str, averages: RoleBaselines
 ) -> tuple[list[TrainingSample], RoleBaselines]:
-    """Return the samples with their role's average as baseline, and the updated averages.
-
-    The baseline of each compared trajectory is the average before its own reward is added.
-    """
+    """Return the samples with their role's average before them as baseline, and the updated averages."""
     compared = [sample for sample in samples if sample.advantages is not None]
     tasks = [sample.episode.task for sample in compared]
     roles = [(task.tags.get(WORLD_TAG, environment), role_of(task)) for task in tasks]
@@ -258,10 +255,7 @@ EMPTY_BATCHES = 5
 
 @dataclass
 class StreakGuard:
-    """Pause a run after `patience` bad steps in a row (0: never).
-
-    `is_bad` judges a step by its metrics; steps for which it returns None are not counted.
-    """
+    """Pause a run after `patience` steps in a row (0: never) for which `is_bad` is true, not counting those of None."""
 
     is_bad: Callable[[Mapping[str, float]], bool | None]
     patience: int

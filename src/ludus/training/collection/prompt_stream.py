@@ -34,10 +34,7 @@ RequestsOf = Callable[[int, Task, int | None], Sequence[RolloutRequest]]
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """Pending groups and the number of the next one.
-
-    `unwanted` are finished greedy episodes that a changed baseline no longer needs.
-    """
+    """Pending groups, the number of the next one, and finished greedy episodes that nothing needs any more."""
 
     next_number: int = 0
     groups: tuple[StreamedGroup, ...] = ()
@@ -65,10 +62,7 @@ class StreamState:
 
     @classmethod
     def from_text(cls, text: str, tasks: Mapping[str, Task], requests: RequestsOf) -> StreamState:
-        """Restore from `to_text`. Groups retain their original size and step.
-
-        Raises StorageError if the text is invalid or a task is unknown.
-        """
+        """Restore from `to_text`. Raises StorageError if the text is invalid or a task is unknown."""
         with reading("episodes"):
             lines = iter([json.loads(line) for line in text.splitlines()])
             next_number, groups, unwanted = int(next(lines)["next_number"]), [], []
@@ -155,10 +149,7 @@ class PromptStream:
         return self.collector.requests(self._step(number), task, spare)
 
     def free(self, number: int, groups: Sequence[StreamedGroup]) -> int:
-        """Return the first number at or after `number` whose rollout keys do not collide with these groups.
-
-        They can collide if an earlier run had a different group count per step or task order.
-        """
+        """Return the first number from `number` on whose rollout keys do not collide with these, of other settings."""
         greso, first = self.collector.algorithm.greso, [group.requests[0].key for group in groups]
         numbered = [(key, group.number) for key, group in zip(first, groups, strict=True)]
         same_steps = all(key.step == self._step(number) for key, number in numbered)

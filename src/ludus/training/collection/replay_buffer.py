@@ -89,10 +89,7 @@ class ReplayBuffer:
         return len(groups)
 
     def take_stale(self, samples: Sequence[TrainingSample], step: int, bound: int) -> list[TrainingSample]:
-        """Move groups with a token older than `bound` to the buffer and return the samples.
-
-        Moved groups are marked as dropped, removed from the ledger, and trained from the buffer.
-        """
+        """Move groups with a token older than `bound` to the buffer; return the samples, with moved ones as dropped."""
         stale = {c.group for c in samples if step - 1 - _oldest_version([c.episode], step) > bound and not c.expert}
         late = {c.group for c in samples if c.group in stale and c.outcome is RolloutOutcome.TRAINED}
 
@@ -141,10 +138,7 @@ class ReplayBuffer:
             self._evict("refused", [stored for stored in self._stored if stored not in refused])
 
     def draw(self, step: int, algorithm: Algorithm, max_length: int, first_group: int) -> list[TrainingSample]:
-        """Return the samples of the groups that `step` replays, numbered from `first_group`.
-
-        `RolloutCollector.replay_samples` turns them into a batch.
-        """
+        """Return the samples of the groups that `step` replays, numbered from `first_group`."""
         chosen = self._chosen(step, algorithm)
         self._evict("expired", [stored for stored in self._stored if self._fits(stored, step, algorithm)])
         for stored in chosen:
@@ -193,10 +187,7 @@ class ReplayBuffer:
         self._store([])
 
     def _fits(self, stored: _StoredGroup, step: int, algorithm: Algorithm) -> bool:
-        """Return whether a group is within the age bound and has the baseline that the algorithm needs.
-
-        The baseline may be missing after a resume with another algorithm.
-        """
+        """Return whether a group is within the age bound and has the baseline that the algorithm needs."""
         eligible = not algorithm.advantage_spec.has(Need.GREEDY_ROLLOUT) or any(one.greedy for one in stored.episodes)
         return eligible and (bool(stored.source) or step - 1 - stored.version <= self.config.max_age)
 

@@ -60,10 +60,7 @@ FULL = 1 - 1e-9
 
 @dataclass(frozen=True, slots=True)
 class RewardPart:
-    """One reward part with its weight schedule and value range.
-
-    `world`: in a mixture, the world whose tasks it scores.
-    """
+    """One reward part with its weight schedule and value range; `world`: the one of a mixture that it scores."""
 
     name: str
     outcome: bool
@@ -170,10 +167,7 @@ def reward_warnings(config: Config) -> list[str]:
 
 
 def make_reward_mixer(session: TrainingSession, algorithm: Algorithm) -> RewardMixer | None:
-    """Build the reward mixer, or return None if the settings are the defaults.
-
-    Raises UserError if the reward model's vocabulary differs from the policy's.
-    """
+    """Build the reward mixer, None for default settings. Raises UserError for a reward model of another vocabulary."""
     config = session.config
     settings = config.rewards
     if settings.is_default:
@@ -191,10 +185,7 @@ def make_reward_mixer(session: TrainingSession, algorithm: Algorithm) -> RewardM
 async def add_extra_parts(
     scoring: ProcessRewardExecutor, world: World, episode: Episode, on_error: Callable[[WorldError], None]
 ) -> Episode:
-    """Return an episode with the extra reward parts of the settings.
-
-    If they fail, `on_error` is called and a failed episode is returned.
-    """
+    """Return an episode with the extra reward parts; if they fail, a failed one, after a call of `on_error`."""
     if episode.trajectory.failure is not None:
         return episode
     begin = time.perf_counter()

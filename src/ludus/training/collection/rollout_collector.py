@@ -151,10 +151,7 @@ class RolloutCollector:
         return self.apply_batch_filters(self.normalize_batch(samples))
 
     def _replace_trained(self, step: int, tasks: Sequence[Task], order: TaskSequence) -> Sequence[Task]:
-        """Return the tasks of a step; tasks with trained groups are replaced by `untrained_tasks`.
-
-        Without any, the first task that is not in the step is used.
-        """
+        """Replace tasks with trained groups by `untrained_tasks`, or else by the first ones outside the step."""
         trained_ahead = self.ledger.trained_ahead(step)
         chosen = [task for task in tasks if task.id not in trained_ahead]
         taken = trained_ahead | {task.id for task in tasks}
@@ -254,10 +251,7 @@ class RolloutCollector:
         return completed
 
     async def add_extra_parts(self, episode: Episode, budget: FailureBudget) -> Episode:
-        """Add the extra reward parts to a streamed episode, so that `make_samples` does not add them again.
-
-        Failures count towards `budget`; a cancelled episode is recorded as dropped.
-        """
+        """Add the extra reward parts to a streamed episode; failures count towards `budget`."""
         errors = list[WorldError]()
         if episode.trajectory.failure is not None:
             return episode

@@ -39,10 +39,7 @@ if TYPE_CHECKING:
 
 
 def write_rows(path: Path, rows: Sequence[dict[str, object]]) -> None:
-    """Write rows with equal keys to a new folder, as read by `Dataset.load_from_disk`.
-
-    Raises UserError if `path` exists or the package is not installed, StorageError if writing fails.
-    """
+    """Write rows with equal keys as a dataset to a new folder. Raises UserError or StorageError."""
     if path.exists():
         raise UserError(f"{path} exists.", "Choose another folder.")
     try:
@@ -175,10 +172,7 @@ def read_dialogues(path: Path) -> list[FileDialogue]:
 
 
 def read_sft_data(path: Path) -> list[FileDialogue | FileText]:
-    """Return the texts of a file if the first record is one, else its dialogues.
-
-    Raises UserError, with the line, for a record of another kind.
-    """
+    """Return the texts of a file if the first record is one, else its dialogues. Raises UserError, with the line."""
     kind: DataKind = "text" if _first_kind(path) == "text" else "dialogue"
     return [found for found in _read_kind(path, kind) if isinstance(found, FileDialogue | FileText)]
 
@@ -189,10 +183,7 @@ def read_pairs(path: Path) -> list[FilePair]:
 
 
 def read_preferences(path: Path) -> list[FilePair | FileDialogue]:
-    """Return the pairs of a file, or its labelled dialogues if the first record is one.
-
-    Raises UserError, with the line, for a record of another kind.
-    """
+    """Return the pairs of a file, or the labelled dialogues if it starts with one. Raises UserError, with the line."""
     kind: DataKind = "labelled dialogue" if _first_kind(path) == "labelled dialogue" else "pair"
     return [found for found in _read_kind(path, kind) if isinstance(found, FilePair | FileDialogue)]
 

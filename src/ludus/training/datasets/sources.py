@@ -116,10 +116,7 @@ def check_sources(config: Config, world: World) -> None:
 
 
 def dialogue_segments(renderer: Renderer, dialogue: Demonstration) -> tuple[Segment, ...]:
-    """Return a dialogue as segments, without training-only keys, which prompts of rollouts lack.
-
-    A text has no template; see `text_segments`.
-    """
+    """Return a dialogue as segments, without keys for training, or a text as `text_segments`."""
     if isinstance(dialogue, FileText):
         return text_segments(document_tokens(renderer.tokenizer, dialogue.text))
     plain = [message.copy() for message in dialogue.messages]

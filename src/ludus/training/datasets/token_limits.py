@@ -101,10 +101,7 @@ def dialogue_warnings(lengths: Sequence[DialogueLength], rollout: RolloutConfig,
 
 
 def check_prompts(session: TrainingSession) -> list[str]:
-    """Return warnings about training prompts that leave no room for an action of `rollout.max_tokens_per_turn`.
-
-    Raises UserError if no prompt leaves room for a single token.
-    """
+    """Return warnings about prompts without room for a whole action. Raises UserError if none has room for a token."""
     rollout, world = session.config.rollout, session.world
     tasks = world.tasks("train")
     chosen = [tasks[i] for i in permutation(len(tasks), "prompts", 0)[:NUM_PROMPTS]]
@@ -147,10 +144,7 @@ def _tools(world: World, task: Task) -> Sequence[Tool] | None:
 
 
 def rollout_warnings(session: TrainingSession) -> list[str]:
-    """Return warnings about prompts and demonstrations that exceed the limits of a rollout.
-
-    Raises as `check_prompts`.
-    """
+    """Return warnings about prompts and demonstrations that exceed the limits. Raises as `check_prompts`."""
     found = check_prompts(session)
     effect = "an episode that solves its task like them is cut off"
     lengths = [dialogue_length(session.renderer, dialogue) for dialogue in _demonstrations(session)]

@@ -1,12 +1,8 @@
-"""Collective operations of the learner's ranks.
+"""Collective operations of the learner's ranks, each with a part of the rows.
 
-Each rank processes a part of the rows. Counts are global, gradients are summed, and all ranks apply the same
-step. Without `torch.distributed` there is one rank.
-
-Weights, gradients and moments may be sharded with FSDP2 (`torch.distributed.fsdp.fully_shard`). Each decoder
-layer is one group; the rest of the model (embeddings, last norm, output layer) is another. A group is unsharded only
-during its forward or backward pass. Passes are collective: all ranks run the same passes in the same order.
-Gradients are summed, not averaged, since the learner divides by global counts.
+Gradients are summed, not averaged, since the learner divides by global counts. Weights, gradients and moments may be
+sharded with FSDP2: each decoder layer is a group, unsharded only during its forward or backward pass, and the rest of
+the model is another. Passes are collective: all ranks run the same passes in the same order.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Ranks of one learner, on one or several machines.
 
-Rank 0 runs the loop: sampling, credit, checkpoints. Operations on the trained model are collective: rank 0 broadcasts a
-command (`call_on_ranks`) and runs it as well. Ranks other than 0 execute commands broadcast by rank 0 and exit with it.
-
-The ranks connect to a torch store, run by rank 0 on this machine or by torchrun. Each rank sends a heartbeat every
-second from a separate thread, so waiting ranks count as alive and stopped ones do not. A rank that fails stores its
-error message.
+Operations on the trained model are collective: rank 0, which runs the loop, broadcasts a command (`call_on_ranks`) and
+runs it as well; the other ranks execute it, and exit with rank 0. The ranks connect to a torch store, run by rank 0 on
+this machine or by torchrun. Each sends a heartbeat every second from a separate thread, so waiting ranks count as alive
+and stopped ones do not. A rank that fails stores its error message.
 """
 
 from __future__ import annotations
@@ -158,30 +156,21 @@ def rendezvous_error(reason: str) -> LearnerError:
     return LearnerError(f"The learner's rendezvous failed: {reason}", hint)
 
 
-class _CommandedRank(SharedBatch):
+class CommandedRank(SharedBatch):
     """Rank in a group of CPU tensors for commands, whose collectives time out after `timeout`."""
 
-    def __init__(self, timeout: timedelta, shard_device: torch.device | None = None) -> None:
+    def __init__(self, timeout: timedelta = _COMMAND_TIMEOUT, shard_device: torch.device | None = None) -> None:
         super().__init__(shard_device)
         self._control = distributed.new_group(backend="gloo", timeout=timeout)
 
-    def _broadcast(self, command: RankCommand | None) -> RankCommand:
+    def broadcast(self, command: RankCommand | None = None) -> RankCommand:
+        """Return the command of rank 0, the only one that gives it."""
         holder = [command]
         distributed.broadcast_object_list(holder, src=0, group=self._control, device=torch.device("cpu"))
         return cast(RankCommand, holder[0])
 
 
-class WorkerRank(_CommandedRank):
-    """Rank other than 0, which executes commands."""
-
-    def __init__(self) -> None:
-        super().__init__(_COMMAND_TIMEOUT)
-
-    def receive(self) -> RankCommand:
-        return self._broadcast(None)
-
-
-class LeaderRank(_CommandedRank):
+class LeaderRank(CommandedRank):
     """Rank 0, which broadcasts commands; `others` are the other ranks if this process started them."""
 
     def __init__(self, rendezvous: Rendezvous, others: RankGroup, shard_device: torch.device | None) -> None:
@@ -195,7 +184,7 @@ class LeaderRank(_CommandedRank):
         """Call a method on the other ranks during the block. Raises LearnerError on a timeout or a rank's exit."""
         try:
             with self._lock:
-                self._broadcast((method, arguments))
+                self.broadcast((method, arguments))
                 yield
         except RuntimeError as error:
             ended = self._others.exit_message()
@@ -288,10 +277,7 @@ class RankGroup:
 
 @contextmanager
 def launch_ranks(config: Config, device: torch.device) -> Iterator[Collectives]:
-    """Start or join the run's ranks as rank 0: torchrun's, or `training.learner.ranks`.
-
-    Raises UserError if there are fewer GPUs than ranks, and for settings that need a single process.
-    """
+    """Start or join the run's ranks as rank 0. Raises UserError for too few GPUs or wrong settings."""
     learner, launched = config.training.learner, launched_rank() is not None
     if learner.ranks == 1 and not launched:
         yield ONE_PROCESS

@@ -98,10 +98,7 @@ class TokenBudget:
         undo: Callable[[], None],
         ranks: Collectives = ONE_PROCESS,
     ) -> None:
-        """Run `work` on each part of `split(tokens)`; if memory runs out, call `undo` and start over.
-
-        Raises LearnerError if memory runs out on a single row, on all `ranks` if it does on one of them.
-        """
+        """Run `work` on each part of `split(tokens)`; on lack of memory, `undo` and start over. Raises LearnerError."""
         fault, hint = "", ""
         try:
             while (failed := self._first_failure(split(self.tokens), work)) is not None:
@@ -245,17 +242,11 @@ class Learner:
         return self.scorers[name].score if name else self.scorer.score
 
     def reference(self, rows: Sequence[Row]) -> list[Tensor]:
-        """Return reference log-probabilities `[T]` of each row's training tokens, cached for `train`.
-
-        Raises LearnerError without a reference.
-        """
+        """Return reference log-probabilities `[T]`, kept for `train`. Raises LearnerError without a reference."""
         return [scores.logprobs for scores in self.score_with("reference", rows, keep=True)]
 
     def penalties(self, rows: Sequence[Row], proximal: Sequence[Tensor]) -> list[Tensor]:
-        """Return the KL estimate to the reference `[T]` of each row, 0 off its training tokens.
-
-        Raises LearnerError without a reference.
-        """
+        """Return the KL estimate to the reference `[T]` of each row. Raises LearnerError without a reference."""
         if self.algorithm.kl in FULL_KL_NAMES:
             return [scores.logprobs for scores in self.score_with(FULL_KL, rows)]
         references = self.reference(rows)
@@ -515,10 +506,7 @@ def _named_outputs(batch: TokenBatch) -> dict[str, Tensor | None]:
 def choose_tokens(
     rows: Sequence[Row], proximal: Sequence[Tensor], algorithm: Algorithm, seed: int
 ) -> list[Tensor] | None:
-    """Return the tokens `[T]` of each row that a covariance loss selects over all rows.
-
-    The selection does not depend on the order of rows.
-    """
+    """Return the tokens `[T]` of each row that a covariance loss selects over all rows, in any order."""
     choose = algorithm.loss_spec.choose
     if choose is None:
         return None

@@ -1,12 +1,9 @@
 """Log-probabilities of tokens under a Hugging Face causal language model, with gradient.
 
-Rows are packed as a forest: no padding, shared prefixes computed once. Only scored positions pass through the
-output layer, in chunks. Both are used only if they reproduce the model's logits in a trial; otherwise
-padded rows and full logits are used. Reference and teacher are scored per token or over full distributions.
-
-Activation checkpointing: transformers' layers support it only in training mode, which would also enable
-dropout, so only the layers' own flags are switched during a forward pass. Float64: transformers computes
-norms, rotary angles, routers and some softmaxes in float32; under `Float64` casts to float32 become float64.
+Rows are packed as a forest (no padding, shared prefixes computed once) and only scored positions pass through the
+output layer, in chunks, if that reproduces the model's logits in a trial; otherwise rows are padded.
+Activation checkpointing needs transformers' training mode, which would also enable dropout, so only the layers' own
+flags are switched during a forward pass.
 """
 
 from __future__ import annotations
@@ -48,7 +45,7 @@ if TYPE_CHECKING:
 
 
 class Float64(TorchFunctionMode):
-    """Function mode that replaces float32 by float64 in casts and in `dtype` arguments."""
+    """Function mode that replaces float32 by float64, to which transformers casts norms, rotary angles and routers."""
 
     def __torch_function__(
         self,
@@ -116,10 +113,7 @@ def checkpointed(layers: Sequence[Checkpointable]) -> Iterator[None]:
 
 
 def _contexts(layer: Checkpointable) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """Return the contexts of a layer's forward pass and its recomputation.
-
-    The forward pass uses the caller's; autograd recomputes outside of any function mode.
-    """
+    """Return the contexts of a layer's forward pass and of its recomputation, which no function mode covers."""
     assert isinstance(layer, nn.Module)
     return nullcontext(), in_float64(layer)
 
@@ -160,10 +154,7 @@ class LogprobScorer:
     def compare(
         self, tokens: Tensor, scored: Tensor, entropy: Entropy, against: Mapping[str, DivergenceTarget]
     ) -> tuple[TokenScores, dict[str, Tensor]]:
-        """Return the scores, and by name the divergences `[B, L]` from other models at the same positions.
-
-        Raises LearnerError for divergences if the model's hidden states are unavailable.
-        """
+        """Return the scores, and by name the divergences `[B, L]` from other models. Raises as `distributions`."""
         rows, columns = torch.nonzero(scored[:, 1:], as_tuple=True)
         if self.routing is not None and bool((tokens == BREAK).any()):
             raise LearnerError(
@@ -252,10 +243,7 @@ class LogprobScorer:
         return TokenScores(scores.logprobs[inverse], None if scores.entropy is None else scores.entropy[inverse])
 
     def states(self, tokens: Tensor, at: tuple[Tensor, Tensor]) -> Tensor:
-        """Return the hidden states `[A, H]` at positions `at` (rows, columns) of `tokens` `[B, L]`.
-
-        For models that share prefixes.
-        """
+        """Return the hidden states `[A, H]` at positions `at` of `tokens` `[B, L]`, for models that share prefixes."""
         index, forest = self._pack_prefixes(tokens, at)
         return self._hidden(forest)[index]
 

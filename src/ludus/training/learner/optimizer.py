@@ -118,10 +118,7 @@ class Optimizer:
         return sum(2 * local_shard(p).numel() * p.element_size() for p in self._updated.values())
 
     def step(self) -> float:
-        """Clip the gradients, take one step and clear them; return the gradient norm before clipping.
-
-        Raises LearnerError, leaving the weights unchanged, if the norm is not finite.
-        """
+        """Clip gradients, take a step and clear them; return their norm. Raises LearnerError if it is not finite."""
         self._move_gradients_to_masters()
         moved = [p for p in self._updated.values() if p.grad is not None]
         total = full_tensor(get_total_norm([p.grad for p in moved if p.grad is not None]))
@@ -144,10 +141,7 @@ class Optimizer:
         return norm
 
     def reduce_and_step(self, fault: str, hint: str) -> float:
-        """All-reduce the gradients, then `step`.
-
-        Raises LearnerError on all ranks if one has a `fault` (message; empty: none).
-        """
+        """All-reduce the gradients, then `step`. Raises LearnerError on all ranks if one has a `fault`."""
         try:
             raise_on_all_ranks(fault, hint, self.ranks)
         except LearnerError:

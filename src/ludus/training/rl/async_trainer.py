@@ -39,10 +39,7 @@ TOO_LATE = "too_late"
 
 @dataclass
 class StreamRunner:
-    """Run the rollout requests of a stream, with a failure budget for each step of `num_requests`.
-
-    Requests of several steps may start during one learner step; the budget covers all of them.
-    """
+    """Run the rollout requests of a stream, with a failure budget of `num_requests` for each learner step."""
 
     collector: RolloutCollector
     scheduler: Scheduler
@@ -215,10 +212,7 @@ class AsyncTrainer:
         return (proof,)
 
     async def _publish_in_background(self, step: int) -> None:
-        """Send a copy of the weights to a remote engine, or check those of an engine here, in the background.
-
-        Episodes start on the previous version until a copy arrives. The next transfer waits for this one.
-        """
+        """Send a copy of the weights to a remote engine, or check those of an engine here, in the background."""
         sync = self.trainer.weight_sync
         await self._wait_for_transfer()
         if not isinstance(self.trainer.engine, RemoteStats):

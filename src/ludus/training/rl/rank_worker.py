@@ -23,7 +23,7 @@ from ludus.engines.models.loading import hide_progress
 from ludus.errors import LearnerError
 from ludus.training.batches.rows import Row
 from ludus.training.distributed.collectives import RankMethod, full_state_dict
-from ludus.training.distributed.launcher import Rendezvous, WorkerRank, destroy_group
+from ludus.training.distributed.launcher import CommandedRank, Rendezvous, destroy_group
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.rl.build import LearnerParts, make_parts
 from ludus.training.rl.memory_check import dry_run
@@ -51,8 +51,8 @@ def run_rank(device: torch.device, limit_s: float) -> None:
 
 
 def _execute_commands(rendezvous: Rendezvous, device: torch.device) -> None:
-    follower = WorkerRank()
-    method, arguments = follower.receive()
+    follower = CommandedRank()
+    method, arguments = follower.broadcast()
     if method != "start":
         return
     config, folder, resumed = cast("tuple[Config, Path, Path | None]", arguments)
@@ -64,7 +64,7 @@ def _execute_commands(rendezvous: Rendezvous, device: torch.device) -> None:
     cold_start = RunFolder(folder / "cold_start").checkpoints
     session = open_session(config, list_checkpoints(cold_start)[-1][1] if config.model.from_scratch else None)
     methods = rank_methods(session, make_parts(session, resolve(config.algorithm), follower, resumed))
-    while (command := follower.receive())[0] != "stop":
+    while (command := follower.broadcast())[0] != "stop":
         method, arguments = command
         try:
             methods[method](*arguments)

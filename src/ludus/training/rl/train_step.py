@@ -329,10 +329,7 @@ def compared_entropies(samples: Sequence[TrainingSample], learner: Learner) -> l
 
 
 def with_entropy_filter(algorithm: Algorithm, initial: float) -> Algorithm:
-    """Return the algorithm, without GTPO's entropy filter if the `initial` mean entropy reaches its bound.
-
-    At such an entropy the filter would remove every sample (arXiv:2508.03772).
-    """
+    """Return the algorithm, without GTPO's entropy filter if it would remove every sample (arXiv:2508.03772)."""
     if initial < algorithm.number("loss", "entropy_bound"):
         return algorithm
     options = replace(algorithm.options, loss=algorithm.options.loss | {"entropy_bound": math.inf})

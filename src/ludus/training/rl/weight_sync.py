@@ -116,10 +116,7 @@ class WeightSync:
         return expected.compare(*await self._transfer(expected.version, state))
 
     async def send_in_flight(self, version: int, dispatch: ComputeDispatch) -> Expected:
-        """Send the weights as `version`; they may change once this returns.
-
-        The expected check for `check` is computed with `dispatch`, concurrently with the transfer.
-        """
+        """Send the weights as `version`, which may change once this returns; `dispatch` computes the check."""
         weights = self._gathered()
         async with self._within_timeout(version):
             loading = self.engine.load_weights(version, self._trainable(weights))
@@ -152,10 +149,7 @@ class WeightSync:
     async def push_weights(
         self, version: int, engines: RollingUpdate, dispatch: ComputeDispatch, on_proof: Callable[[SyncProof], None]
     ) -> None:
-        """Publish the weights as `version` for rolling updates; `on_proof` receives each engine's check.
-
-        The expected check is computed with `dispatch`. The weights may change once this returns.
-        """
+        """Publish the weights as `version`, as `send_in_flight`, to rolling engines; `on_proof` receives each check."""
         weights = self._gathered()
         expected = await dispatch(lambda: self._expected(version, weights))
 

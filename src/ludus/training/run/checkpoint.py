@@ -2,9 +2,8 @@
 
 A checkpoint is a folder in Hugging Face layout, which `from_pretrained` loads, with `trainer/` in it: the
 optimizer's moments (safetensors, or shards if the weights are sharded), the trainer state (JSON) and a
-manifest with size and SHA-256 of each file. It is written under a temporary name, synced to disk and renamed,
-so that a folder `step-N` is always complete. Shards are written by all ranks and can be read by any number of
-ranks, or by a process without a group.
+manifest with size and SHA-256 of each file. A folder `step-N` is always complete. Shards are written by all ranks
+and can be read by any number of ranks, or by a process without a group.
 """
 
 from __future__ import annotations
@@ -45,10 +44,7 @@ SHARDS = "shards"
 def save_shards(
     folder: Path, model: nn.Module, optimizer: Optimizer, parts: Mapping[str, Mapping[str, torch.Tensor]]
 ) -> dict[str, torch.Tensor]:
-    """Write moments, weights and `parts`, one shard per rank; return the trained weights unsharded.
-
-    Collective. Raises StorageError on all ranks if one cannot write.
-    """
+    """Write moments, weights and `parts` on all ranks; return the unsharded weights. Raises StorageError on all."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageWriter
     from torch.distributed.checkpoint.state_dict_saver import save
