@@ -214,11 +214,12 @@ def test_changed_metric_file_warns_and_missing_metric_file_raises(tmp_path):
     metric.write_text("def count(groups):\n    return {}\n")
     config = load_config("search", ["--run.metrics", f'["{metric}:count"]'])
     manifest = copy_files(config, tmp_path)
-    assert changed_files(tmp_path, manifest, config) == []
+    (tmp_path / "run.json").write_text(json.dumps({"files": manifest}))
+    assert changed_files(tmp_path, config) == []
     metric.write_text("def count(groups):\n    return {'a': 1.0}\n")
-    (warning,) = changed_files(tmp_path, manifest, config)
+    (warning,) = changed_files(tmp_path, config)
     assert "(run.metrics) has changed since the run began: line 2" in warning
-    assert changed_files(tmp_path, manifest, load_config("search")) == []
+    assert changed_files(tmp_path, load_config("search")) == []
     metric.unlink()
     with pytest.raises(UserError, match="does not exist any more"):
-        changed_files(tmp_path, manifest, config)
+        changed_files(tmp_path, config)

@@ -97,7 +97,7 @@ class TrainingStage(ABC):
 
     def resume(self, folder: RunFolder, overrides: Sequence[str]) -> None:
         """Resume a run, unless it is complete."""
-        warnings = run_dir.file_warnings(folder, run_config(folder, overrides))
+        warnings = run_dir.changed_files(folder.path, run_config(folder, overrides))
         check_kind(folder, self.kind)
         with run_dir.lock_run(folder):
             config = run_config(folder, overrides)

@@ -30,7 +30,6 @@ from ludus.training.datasets.messages import (
     parse_json,
     read_messages,
     read_tools,
-    read_train_flags,
 )
 from ludus.types import DataClass, Message
 
@@ -205,38 +204,32 @@ def _first_kind(path: Path) -> DataKind:
 def _read_kind(path: Path, kind: DataKind) -> Iterator[Record]:
     empty = True
     for line, found in _records(path):
-        fault = found.text if isinstance(found, FileProblem) else ""
-        if not isinstance(found, FileProblem) and _kind(found) != kind:
-            fault = f"it is a {_kind(found)}"
-            if _kind(found) == "labelled dialogue" and kind == "pair":
-                fault += ", which preference.loss = kto or bco takes"
-        if fault or isinstance(found, FileProblem):
-            raise UserError(f"{path}, line {line}, is not a {kind}: {fault}.", _HOW.format(path=path))
-        empty = False
-        yield found
+        if isinstance(found, FileProblem):
+            fault = found.text
+        elif (own := _kind(found)) != kind:
+            unpaired = ", which preference.loss = kto or bco takes" if own == "labelled dialogue" else ""
+            fault = f"it is a {own}{unpaired if kind == 'pair' else ''}"
+        else:
+            empty = False
+            yield found
+            continue
+        raise UserError(f"{path}, line {line}, is not a {kind}: {fault}.", _HOW.format(path=path))
     if empty:
         raise UserError(f"{path} has no {kind}s.", _HOW.format(path=path))
 
 
 def _kind(record: Record) -> DataKind:
-    match record:
-        case FileDialogue():
-            return "dialogue" if record.label is None else "labelled dialogue"
-        case FileText():
-            return "text"
-        case FilePair():
-            return "pair"
-    return "rollout"
+    if isinstance(record, FileDialogue):
+        return "dialogue" if record.label is None else "labelled dialogue"
+    return "text" if isinstance(record, FileText) else "pair" if isinstance(record, FilePair) else "rollout"
 
 
 def _records(path: Path) -> Iterator[tuple[int, Record | FileProblem]]:
     """Yield the numbered records of a file, FileProblem for invalid ones."""
     for line, data in _lines(path):
         if data == b"[":  # otherwise each further line would be reported
-            yield (
-                line,
-                FileProblem(line, "a list spans several lines: name the file .json, or write one record per line"),
-            )
+            text = "a list spans several lines: name the file .json, or write one record per line"
+            yield line, FileProblem(line, text)
             return
         try:
             yield line, parse_record(parse_json(data, "it") if isinstance(data, bytes) else data)
@@ -291,8 +284,7 @@ def _tools_text(tools: Sequence[Tool]) -> str | None:
 
 
 def _parse_dialogue(data: dict[str, object]) -> FileDialogue:
-    messages = read_messages(data["messages"], "messages")
-    trains = read_train_flags(data["messages"], "messages")
+    messages, trains = read_messages(data["messages"], "messages")
     tools = read_tools(data.get("tools"))
     check_turns(messages, tools, "messages")
     if not any(trains):
@@ -325,7 +317,7 @@ def _parse_completion(data: dict[str, object]) -> FileDialogue:
 
 def _prompt(data: object) -> tuple[Message, ...]:
     """Parse a prompt: messages, or a text, which becomes a user message."""
-    prompt = read_messages([{"role": "user", "content": data}] if isinstance(data, str) else data, "prompt")
+    prompt, _ = read_messages([{"role": "user", "content": data}] if isinstance(data, str) else data, "prompt")
     if not prompt:
         raise ValueError("prompt is empty")
     return prompt
@@ -355,10 +347,9 @@ def _parse_side(data: object, name: str, prompt: tuple[Message, ...], tools: tup
     """Parse one continuation: a message, a list of messages, or a text, which becomes an assistant message."""
     if isinstance(data, str):
         data = {"role": "assistant", "content": data}
-    items = [data] if isinstance(data, dict) else data
-    messages = read_messages(items, name)
-    for i, trains in enumerate(read_train_flags(items, name)):
-        if messages[i]["role"] == "assistant" and not trains:
+    messages, trains = read_messages([data] if isinstance(data, dict) else data, name)
+    for i, (message, trained) in enumerate(zip(messages, trains, strict=True)):
+        if message["role"] == "assistant" and not trained:
             raise ValueError(f"{name}[{i}].train is false, and untrained messages belong in the prompt")
     if not messages or messages[0]["role"] != "assistant":
         raise ValueError(f"{name} does not begin with an assistant message")

@@ -51,21 +51,17 @@ def parse_json(text: str | bytes, where: str) -> object:
     return value
 
 
-def read_messages(data: object, where: str) -> tuple[Message, ...]:
-    """Return the messages of a list; their order is not checked."""
-    return tuple(_message(item, f"{where}[{i}]") for i, item in enumerate(_list(data, where)))
-
-
-def read_train_flags(data: object, where: str) -> tuple[bool, ...]:
-    """Return whether each message is trained: assistant messages are unless `train` is false."""
-    flags = []
+def read_messages(data: object, where: str) -> tuple[tuple[Message, ...], tuple[bool, ...]]:
+    """Return the messages of a list in any order, and whether each trains: the assistant's unless `train` is false."""
+    messages, flags = [], []
     for i, item in enumerate(_list(data, where)):
-        message = as_object(item, f"{where}[{i}]")
-        train = message.get("train", message.get("role") == "assistant")
+        fields = as_object(item, f"{where}[{i}]")
+        messages.append(_message(fields, f"{where}[{i}]"))
+        train = fields.get("train", fields.get("role") == "assistant")
         if not isinstance(train, bool):
             raise ValueError(f"{where}[{i}].train is {as_words(train)}, and must be true or false")
         flags.append(train)
-    return tuple(flags)
+    return tuple(messages), tuple(flags)
 
 
 def read_tools(data: object) -> tuple[Tool, ...]:
@@ -111,8 +107,7 @@ def _position_fault(messages: Sequence[Message], at: int) -> str:
     return ""
 
 
-def _message(data: object, where: str) -> Message:
-    fields = as_object(data, where)
+def _message(fields: Mapping[str, object], where: str) -> Message:
     if unknown := sorted(fields.keys() - _KEYS):
         raise ValueError(f"{where} has the unknown key {unknown[0]!r}")
     roles: tuple[Role, ...] = get_args(Role)

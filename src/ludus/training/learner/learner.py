@@ -134,7 +134,6 @@ class TokenBudget:
 _MAX_KEPT = 8
 """Maximum number of kept scores; a step needs fewer."""
 
-OldLogprobs = Literal["recomputed", "engine"]
 OLD_FROM_ENGINE: Final = "policy/old_from_engine"
 """Metric: 1 if ratios divide by the engine's log-probabilities, 0 if the learner recomputed them."""
 
@@ -157,7 +156,7 @@ class LearnerSettings:
     epochs: int = 1
     minibatches: int = 1
     trajectory_tokens: int = 768
-    old_logprobs: OldLogprobs = "recomputed"
+    old_logprobs: Literal["recomputed", "engine"] = "recomputed"
     halve_on_oom: bool = True
 
 

@@ -140,7 +140,8 @@ class LogprobScorer:
         prefix_packing.register()
         use_onednn(self.model)
         self._body = _body(self.model)
-        self._head = _linear_head(self.model)
+        head = self.model.get_output_embeddings()
+        self._head: nn.Linear | None = head if type(head) in (nn.Linear, OneDnnLinear) else None
         self.shares_prefixes = self._body is not None and self._head is not None and self._trial()
 
     def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> TokenScores:
@@ -349,12 +350,6 @@ def _body(model: PreTrainedModel) -> nn.Module | None:
     inner: PreTrainedModel = model.get_base_model() if is_peft(model) else model
     body: nn.Module = inner.base_model
     return None if body is inner else body
-
-
-def _linear_head(model: PreTrainedModel) -> nn.Linear | None:
-    """Return the output layer if it is a plain linear layer, otherwise None."""
-    head = model.get_output_embeddings()
-    return head if type(head) in (nn.Linear, OneDnnLinear) else None
 
 
 ScoreFunction = Callable[[Tensor, Tensor, Entropy], TokenScores]

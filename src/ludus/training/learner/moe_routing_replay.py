@@ -49,7 +49,9 @@ class RoutingReplay:
                 f"{type(model).__name__} has no router that supports routing replay.",
                 f"Unset training.learner.replay_routing. Supported: {', '.join(ROUTERS)}.",
             )
-        return cls(routers, [bool(router.norm_topk_prob) if _has_norm_option(router) else True for router in routers])
+        # Mixtral's router has no option: it always normalizes
+        options = [type(router).__name__ == "MixtralTopKRouter" or bool(router.norm_topk_prob) for router in routers]
+        return cls(routers, options)
 
     @property
     def records(self) -> bool:
@@ -122,8 +124,3 @@ class RoutingReplay:
         if self.normalised[at]:
             shares = shares / shares.sum(-1, keepdim=True)
         return logits, shares.to(weights.dtype), experts
-
-
-def _has_norm_option(router: nn.Module) -> bool:
-    """Return whether the router can disable weight normalization; Mixtral's cannot."""
-    return type(router).__name__ != "MixtralTopKRouter"

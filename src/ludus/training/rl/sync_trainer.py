@@ -1,8 +1,7 @@
 """Synchronous and one-step-off-policy RL loops, and the parts that all trainers share.
 
-Each step samples all of its episodes, trains on them, and sends the weights; sampling resumes only after the
-engine's weights are checked. Writes metrics, one line per step, and checkpoints. `async_trainer` has the other mode.
-In reproducible mode all output except timings is bit-identical for the same seed, also across a kill and resume.
+Sampling resumes only after the engine's weights are checked. In reproducible mode all output except timings is
+bit-identical for the same seed, also across a kill and resume.
 """
 
 from __future__ import annotations

@@ -135,11 +135,6 @@ def check_new(config: Config) -> None:
         raise UserError(f"The run folder {path} exists and is not empty.", other)
 
 
-def file_warnings(folder: RunFolder, config: Config) -> list[str]:
-    """Return a warning for each own Python file that differs from its copy in the run; raises as `changed_files`."""
-    return changed_files(folder.path, _read_json(folder.path / "run.json").get("files", {}), config)
-
-
 def remove_unstarted(folder: RunFolder) -> bool:
     """Remove a new run without results; return whether it was removed."""
     initial = {"config.toml", "run.json", "lock", "log.txt", FOLDER}
@@ -370,11 +365,12 @@ def copy_files(config: Config, folder: Path) -> dict[str, OwnFile]:
     return manifest
 
 
-def changed_files(folder: Path, manifest: Mapping[str, OwnFile], config: Config) -> list[str]:
-    """Return a warning for each file that has changed since the run began, among those that `config` still names.
+def changed_files(folder: Path, config: Config) -> list[str]:
+    """Return a warning for each own file that has changed since the run began, among those that `config` still names.
 
     Raises UserError if the file belongs to the world (`env`), which a resumed run must keep.
     """
+    manifest: Mapping[str, OwnFile] = _read_json(folder / "run.json").get("files", {})
     warnings, named = [], own_files(config)
     for path, file in manifest.items():
         is_missing = not Path(path).is_file()
