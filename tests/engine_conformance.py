@@ -292,8 +292,8 @@ async def new_weights_are_proved_and_used(case):
             parameter.add_(0.02 * torch.randn_like(parameter))
     prompt = case.prompt(8)
     await case.ask(prompt, episode="kept", max_new_tokens=8)
-    proof = await WeightSync(changed, case.engine, case.prompt(9, 64)).publish(before + 5)
-    assert proof.version == case.engine.version == before + 5
+    await WeightSync(changed, case.engine, case.prompt(9, 64)).publish(before + 5)
+    assert case.engine.version == before + 5
     other = replace(case, model=changed)
     done = await case.ask(prompt, episode="kept", max_new_tokens=8)
     assert other.gap(prompt, done) < LOGPROB_TOLERANCE < 0.05 < case.gap(prompt, done)

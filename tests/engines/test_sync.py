@@ -41,9 +41,9 @@ def moved(model):
 
 def test_published_weights_are_loaded_and_verified(model):
     engine = LocalEngine(tiny_model(torch.float32, seed=3))
-    proof = publish(engine, model, version=7)
-    assert engine.version == proof.version == 7
-    assert proof.probe_gap < 1e-5
+    gap = publish(engine, model, version=7)
+    assert engine.version == 7
+    assert gap < 1e-5
 
 
 def test_engine_keeping_its_old_weights_raises_sync_error(model):

@@ -85,11 +85,11 @@ class RftTrainer(EvaluatedTrainer):
         with clock.phase("train"):
             optimizer, learned = self.learn(number, samples)
         with clock.phase("sync"):
-            proof = await self.weight_sync.publish(number)
+            gap = await self.weight_sync.publish(number)
         counts = self.ledger.close(number, trained=sum(c.outcome is RolloutOutcome.TRAINED for c in samples))
         trajectories = [Group(group[0].task, tuple(e.trajectory for e in group)) for group in groups]
         metrics = rollout_metrics(trajectories, self.session.world.rewards[0].name)
-        metrics |= learned | counts.metrics() | {"sync/probe_gap": proof.probe_gap}
+        metrics |= learned | counts.metrics() | {"sync/probe_gap": gap}
         with clock.phase("evaluate"):
             metrics |= (await self.evaluate(plan_during(self.session.config, number))).metrics()
         self.record(number, samples, metrics, clock)

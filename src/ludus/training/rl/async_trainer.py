@@ -29,7 +29,6 @@ from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import TrainingSample
 from ludus.training.rl.sync_trainer import SyncTrainer, task_order
 from ludus.training.rl.train_step import LearnerThread, cancel_and_wait, effective_share
-from ludus.training.rl.weight_sync import SyncProof
 from ludus.training.run.checkpoint import checkpoint_path, load_text
 from ludus.training.run.session import keeps_adapter_versions
 
@@ -72,8 +71,8 @@ class AsyncTrainer:
     engines: SupportsRollingUpdate | None = None
     """The engines if they are several and updated one by one (episodes finish on their first version)."""
     rolling: RollingUpdate | None = field(default=None, init=False)
-    proofs: list[SyncProof] = field(default_factory=list)
-    """Checks of the engines updated since the last step."""
+    gaps: list[float] = field(default_factory=list)
+    """Differences on the probe (nats) of the engines updated since the last step."""
     transfers_s: list[float] = field(default_factory=list)
     """Durations of background transfers that ended since the last step."""
     sending: asyncio.Task[None] | None = field(default=None, init=False)
@@ -151,11 +150,11 @@ class AsyncTrainer:
             now = await self._publish(step)
             if step % trainer.session.config.evaluation.every == 0:
                 await (self._wait_for_transfer() if self.rolling is None else self.rolling.wait_until_current())
-        proofs, self.proofs[:] = (*self.proofs, *now), ()
+        gaps, self.gaps = [*self.gaps, *now], []
         if self.rolling is not None:
-            learned["sync/engines"] = float(len(proofs) - len(now))
-        if proofs:
-            learned["sync/probe_gap"] = max(proof.probe_gap for proof in proofs)
+            learned["sync/engines"] = float(len(gaps) - len(now))
+        if gaps:
+            learned["sync/probe_gap"] = max(gaps)
         self.replay.add(samples)
         success, staleness = trainer.session.world.rewards[0].name, trainer.session.config.staleness
         learned |= staleness_metrics(samples, step, staleness, self.stream.pop_ended(), success)
@@ -194,12 +193,12 @@ class AsyncTrainer:
         drawn = self.replay.draw(step, collector.algorithm, collector.overlong_limit, len(groups))
         return samples + collector.replay_samples(drawn)
 
-    async def _publish(self, step: int) -> tuple[SyncProof, ...]:
-        """Send the weights, if configured in the background; return the completed checks."""
+    async def _publish(self, step: int) -> tuple[float, ...]:
+        """Send the weights, if configured in the background; return the gap if they were checked."""
         sync, config = self.trainer.weight_sync, self.trainer.session.config
         is_last = step == config.training.steps
         if self.rolling is not None and not is_last:
-            await sync.push_weights(step, self.rolling, self.thread, self.proofs.append)
+            await sync.push_weights(step, self.rolling, self.thread, lambda gap: self.gaps.append(gap))
             self.stream.on_publish(step, everywhere=False)
             return ()
         if not is_last and (config.staleness.in_flight_weight_updates or keeps_adapter_versions(config)):
@@ -207,9 +206,9 @@ class AsyncTrainer:
             return ()
         await self.stream.drain()  # at the end, so that cancelled group members are counted
         await self._wait_for_transfer()
-        proof = await sync.check(await sync.send_in_flight(step, self.thread))
+        gap = await sync.check(await sync.send_in_flight(step, self.thread))
         self.stream.on_publish(step)
-        return (proof,)
+        return (gap,)
 
     async def _publish_in_background(self, step: int) -> None:
         """Send a copy of the weights to a remote engine, or check those of an engine here, in the background."""
@@ -223,19 +222,19 @@ class AsyncTrainer:
         copied = await sync.copy_weights(step, self.thread)
         self.stream.on_publish(step, everywhere=False)
 
-        async def send() -> SyncProof:
+        async def send() -> float:
             begin = time.perf_counter()
-            proof = await sync.send_copy(*copied)
+            gap = await sync.send_copy(*copied)
             self.transfers_s.append(time.perf_counter() - begin)
             self.stream.on_serve(step)
-            return proof
+            return gap
 
         self.sending = asyncio.create_task(self._run_in_background(send))
 
-    async def _run_in_background(self, proving: Callable[[], Awaitable[SyncProof]]) -> None:
+    async def _run_in_background(self, check: Callable[[], Awaitable[float]]) -> None:
         """Run a check during the next step; its error is raised when the batch is taken."""
         try:
-            self.proofs.append(await proving())
+            self.gaps.append(await check())
         except Exception as error:  # boundary: raised by the learner when it waits for a batch
             self.stream.fail(error)
             raise

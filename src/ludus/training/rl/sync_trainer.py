@@ -224,7 +224,7 @@ class SyncTrainer(EvaluatedTrainer):
                     following = await sampling if sampling is not None else []
                 clock.engine = (await drain_stats(self.engine)).metrics()
                 with clock.phase("sync"):
-                    learned["sync/probe_gap"] = (await self.weight_sync.publish(step)).probe_gap
+                    learned["sync/probe_gap"] = await self.weight_sync.publish(step)
                 await self.end_step(step, await self.report(step, samples, learned, clock))
                 samples, sampling = following, None
         finally:
@@ -244,7 +244,7 @@ class SyncTrainer(EvaluatedTrainer):
         with clock.phase("train"):
             samples, learned = await self.train_step.run(step, samples)
         with clock.phase("sync"):
-            learned["sync/probe_gap"] = (await self.weight_sync.publish(step)).probe_gap
+            learned["sync/probe_gap"] = await self.weight_sync.publish(step)
         return await self.report(step, samples, learned, clock)
 
     async def report(

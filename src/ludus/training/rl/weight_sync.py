@@ -34,15 +34,6 @@ _TOLERANCE, _TOLERANCE_BFLOAT16 = 1e-3, 0.5
 
 
 @dataclass(frozen=True, slots=True)
-class SyncProof:
-    """Result of a weight check: digest, if the engine has one, and largest difference on the probe (nats)."""
-
-    version: int
-    fingerprint: str | None
-    probe_gap: float
-
-
-@dataclass(frozen=True, slots=True)
 class Expected:
     """Expected digest and probe `logprobs` `[T]` (CPU) of an engine with a version; `tolerance` in nats."""
 
@@ -51,8 +42,8 @@ class Expected:
     logprobs: Tensor
     tolerance: float
 
-    def compare(self, theirs: str | None, scores: Sequence[float]) -> SyncProof:
-        """Compare an engine's digest and scores with the expected ones. Raises SyncError if they differ."""
+    def compare(self, theirs: str | None, scores: Sequence[float]) -> float:
+        """Return the largest difference on the probe, in nats. Raises SyncError if it, or the digest, differs."""
         if theirs is not None and self.fingerprint != theirs:
             raise SyncError(
                 f"The engine's weights are not those of version {self.version}: its digest is {theirs[:12]}, "
@@ -64,7 +55,7 @@ class Expected:
         if not diff <= self.tolerance:
             text = f"Engine and learner disagree on the probe by {diff:.3g} nats (tolerance {self.tolerance:g})."
             raise SyncError(text, "See training.sync_tolerance.")
-        return SyncProof(self.version, theirs, diff)
+        return diff
 
 
 @dataclass(frozen=True)
@@ -91,8 +82,8 @@ class WeightSync:
         default = _TOLERANCE_BFLOAT16 if config.model.dtype == "bfloat16" else _TOLERANCE
         return cls(model, engine, probe, training.sync_tolerance or default, training.sync_timeout_s, ranks)
 
-    async def publish(self, version: int) -> SyncProof:
-        """Send the weights as `version` and check them; they must not change meanwhile."""
+    async def publish(self, version: int) -> float:
+        """Send the weights as `version` and check them; they must not change meanwhile. Return the gap on the probe."""
         weights = self._gathered()
         result = await self._transfer(version, self._trainable(weights))
         return self._expected(version, weights).compare(*result)
@@ -112,7 +103,7 @@ class WeightSync:
 
         return await dispatch(copy)
 
-    async def send_copy(self, expected: Expected, state: Mapping[str, Tensor]) -> SyncProof:
+    async def send_copy(self, expected: Expected, state: Mapping[str, Tensor]) -> float:
         return expected.compare(*await self._transfer(expected.version, state))
 
     async def send_in_flight(self, version: int, dispatch: ComputeDispatch) -> Expected:
@@ -123,7 +114,7 @@ class WeightSync:
             expected, _ = await asyncio.gather(dispatch(lambda: self._expected(version, weights)), loading)
         return expected
 
-    async def check(self, expected: Expected) -> SyncProof:
+    async def check(self, expected: Expected) -> float:
         async with self._within_timeout(expected.version):
             return expected.compare(*await self._read_engine())
 
@@ -147,14 +138,14 @@ class WeightSync:
             raise SyncError(f"The engine rejected weights {version}: {error}") from error
 
     async def push_weights(
-        self, version: int, engines: RollingUpdate, dispatch: ComputeDispatch, on_proof: Callable[[SyncProof], None]
+        self, version: int, engines: RollingUpdate, dispatch: ComputeDispatch, on_gap: Callable[[float], None]
     ) -> None:
-        """Publish the weights as `version`, as `send_in_flight`, to rolling engines; `on_proof` receives each check."""
+        """Publish the weights as `version`, as `send_in_flight`, to rolling engines; `on_gap` receives each gap."""
         weights = self._gathered()
         expected = await dispatch(lambda: self._expected(version, weights))
 
         def check(theirs: str | None, scores: Sequence[float]) -> None:
-            on_proof(expected.compare(theirs, scores))
+            on_gap(expected.compare(theirs, scores))
 
         try:
             async with asyncio.timeout(self.deadline_s):
