@@ -262,7 +262,7 @@ def test_restored_optimizer_continues_bitwise_identically():
     [("constant", [0.5, 1.0, 1.0, 1.0]), ("linear", [0.5, 1.0, 1.0, 0.5]), ("cosine", [0.5, 1.0, 1.0, 0.5])],
 )
 def test_learning_rate_follows_the_schedule(schedule, rates):
-    settings = OptimizerSettings(1.0, total_steps=4, warmup_steps=2, schedule=schedule)
+    settings = OptimizerSettings(learning_rate=1.0, total_steps=4, warmup_steps=2, schedule=schedule)
     assert [settings.learning_rate_at(step) for step in range(4)] == pytest.approx(rates)
 
 

@@ -165,7 +165,7 @@ def test_several_updates_reuse_the_experts_of_the_first_pass(recompute):
     for replays in (True, False):
         model = mixture()
         one = replaying(model, LearnerSettings(epochs=3), recompute=recompute)
-        one.optimizer.settings = replace(one.optimizer.settings, learning_rate=0.05)
+        one.optimizer.settings = one.optimizer.settings.model_copy(update={"learning_rate": 0.05})
         one.scorer.routing = one.scorer.routing if replays else None
         taken = watched(model)
         one.train(rows, seed=0)

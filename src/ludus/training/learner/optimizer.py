@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Literal
 
 import torch
 from torch import nn
@@ -26,22 +24,13 @@ from ludus.training.distributed.collectives import (
 _MOMENTS = ("exp_avg", "exp_avg_sq")
 
 
-@dataclass(frozen=True, slots=True)
-class OptimizerSettings:
-    """Peak learning rate, its schedule over `total_steps`, and AdamW's parameters."""
+class OptimizerSettings(OptimizerSection):
+    """The settings of AdamW, and the number of optimizer steps of its schedule."""
 
-    learning_rate: float
     total_steps: int
-    warmup_steps: int = 0
-    schedule: Literal["constant", "linear", "cosine"] = "constant"
-    weight_decay: float = 0.0
-    beta1: float = 0.9
-    beta2: float = 0.95
-    max_grad_norm: float = 1.0
 
     @classmethod
     def from_config(cls, config: OptimizerSection, total_steps: int) -> OptimizerSettings:
-        """Build from a configuration section."""
         return cls(total_steps=total_steps, **config.model_dump(include=set(OptimizerSection.model_fields)))
 
     def learning_rate_at(self, step: int) -> float:
