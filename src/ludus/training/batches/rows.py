@@ -397,50 +397,38 @@ def find_row_fault(rows: Sequence[Row]) -> str:
 
 @dataclass
 class FiniteChecks:
-    """Check a step's microbatches for non-finite numbers, once after the last of them.
+    """Numbers of a step's microbatches, checked once after the last of them: reading a result waits for the GPU."""
 
-    Reading a flag synchronizes with the GPU, so flags accumulate on the device; the row is only located after a
-    failure.
-    """
-
-    _flags: list[Tensor] = field(default_factory=list, init=False)
     _losses: list[Tensor] = field(default_factory=list, init=False)
     _checks: list[tuple[Microbatch, Tensor, dict[str, Tensor]]] = field(default_factory=list, init=False)
 
     def numbers(self, part: Microbatch, mask: Tensor, given: Mapping[str, Tensor | None]) -> None:
         """Add numbers `[B, L]` of a microbatch, by their names in messages; only those in `mask` count."""
-        present = {what: values.detach() for what, values in given.items() if values is not None}
-        self._flags.append((mask & _non_finite(present).any(0)).any())
-        self._checks.append((part, mask, present))
+        self._checks.append(
+            (part, mask, {what: values.detach() for what, values in given.items() if values is not None})
+        )
 
     def loss(self, loss: Tensor) -> None:
         self._losses.append(loss.detach())
-        self._flags.append(~loss.detach().isfinite())
 
     def clear(self) -> None:
-        self._flags.clear()
         self._losses.clear()
         self._checks.clear()
 
     @property
     def fault(self) -> str:
         """Describe the first row with a non-finite number, or the loss; "" if there is none."""
-        if not self._flags or not bool(torch.stack(self._flags).any()):
+        found = [mask & torch.stack([~v.isfinite() for v in given.values()]) for _, mask, given in self._checks]
+        flags = [where.any() for where in found] + [~loss.isfinite() for loss in self._losses]
+        if not flags or not bool(torch.stack(flags).any()):
             return ""
-        for part, mask, present in self._checks:
-            nonfinite = (mask & _non_finite(present)).nonzero()
-            if len(nonfinite):
-                field_number, place, column = nonfinite[0].tolist()
-                what, values = list(present.items())[field_number]
+        for (part, _, given), where in zip(self._checks, found, strict=True):
+            if len(places := where.nonzero()):
+                field_number, place, column = places[0].tolist()
+                what, values = list(given.items())[field_number]
                 name = part.names[place] or f"row {part.index[place]}"
                 return describe_fault(what, [float(values[place, column])], name)
-        loss_value = next(float(loss) for loss in self._losses if not loss.isfinite())
-        return f"The loss is {loss_value}."
-
-
-def _non_finite(given: Mapping[str, Tensor]) -> Tensor:
-    """Return where the values are not finite, `[K, B, L]`."""
-    return torch.stack([~values.isfinite() for values in given.values()])
+        return f"The loss is {next(float(loss) for loss in self._losses if not loss.isfinite())}."
 
 
 def describe_fault(what: str, values: Sequence[float], name: str) -> str:
