@@ -10,6 +10,7 @@ import time
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 import pytest
 import torch
@@ -352,7 +353,7 @@ def test_weights_are_sent_to_every_replica_through_a_folder():
         load(engine, 3)
         assert engine.version == 3
         folder = fakes[0].asked[1][1]["kwargs"]["weights_path"]
-        assert (engine._weights._sent.folder / "model.safetensors").is_file()
+        assert (Path(engine._weights._folder) / "model.safetensors").is_file()
         (done,) = ask(engine, "e")
         load(engine, 4)
         asyncio.run(engine.close())
@@ -362,7 +363,7 @@ def test_weights_are_sent_to_every_replica_through_a_folder():
         assert fake.paths()[:5] == [*order, "/update_weight_version", "/resume"]
         assert fake.label == "4"
     assert folder.endswith("-3")
-    assert engine._weights._sent.folder is None
+    assert not engine._weights._folder
 
 
 @pytest.mark.parametrize("tells", [False, True])

@@ -10,9 +10,10 @@ import logging
 import os
 import shutil
 import tempfile
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -105,15 +106,6 @@ _UNLOAD_TIMEOUT_S = 5.0
 log = logging.getLogger("ludus.server")
 
 
-@dataclass(eq=False)
-class _LoadedAdapter:
-    """A version loaded at the servers. `users` counts its running requests or episodes."""
-
-    remote: RemoteAdapter
-    users: int = 0
-    is_retired: bool = False
-
-
 @dataclass
 class LoraPublisher:
     """The adapters of one engine, current and still in use; their names begin with the unique `prefix`.
@@ -129,9 +121,11 @@ class LoraPublisher:
     prefix: str
     keeps: bool = False
     """Whether an episode keeps the version that it started with."""
-    _episodes: dict[str, _LoadedAdapter] = field(default_factory=dict)
-    _current: dict[str, _LoadedAdapter] = field(default_factory=dict)
-    _loaded: list[_LoadedAdapter] = field(default_factory=list)
+    _episodes: dict[str, RemoteAdapter] = field(default_factory=dict)
+    _current: dict[str, RemoteAdapter] = field(default_factory=dict)
+    _loaded: list[RemoteAdapter] = field(default_factory=list)
+    _users: Counter[RemoteAdapter] = field(default_factory=Counter)
+    """Number of running requests, and of episodes that keep it, by adapter."""
     _num_sent: int = 0
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
@@ -139,7 +133,7 @@ class LoraPublisher:
         return bool(self._loaded)
 
     async def send(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
-        """Load an adapter at every replica and retire the old version, which stays current on an error."""
+        """Load an adapter at every replica and unload the old version, which stays current on an error."""
         remote = await asyncio.to_thread(self._write, name, version, state, scaling)
 
         async def load(replica: Replica) -> None:
@@ -148,74 +142,69 @@ class LoraPublisher:
 
         try:
             await asyncio.gather(*map(load, self.replicas))
-        except BaseException:
-            self._retire(_LoadedAdapter(remote))
-            raise
-        self.unload(name)
-        self._current[name] = _LoadedAdapter(remote)
-        self._loaded.append(self._current[name])
+            self._current[name] = remote
+        finally:
+            self._loaded.append(remote)
+            self._unload_unused()
 
     def follow(self, remote: RemoteAdapter | None) -> None:
         """Use as default an adapter that another client sent and manages."""
         if remote is not None:
-            self._current[DEFAULT] = _LoadedAdapter(remote)
+            self._current[DEFAULT] = remote
 
     @property
     def default(self) -> RemoteAdapter | None:
-        return self._current[DEFAULT].remote if DEFAULT in self._current else None
+        return self._current.get(DEFAULT)
 
     def unload(self, name: str) -> None:
-        """Retire an adapter; its running requests finish first. Does nothing if it is unknown."""
-        if (loaded := self._current.pop(name, None)) is not None:
-            self._retire(loaded)
+        """Unload an adapter; its running requests finish first. Does nothing if it is unknown."""
+        self._current.pop(name, None)
+        self._unload_unused()
 
     @contextmanager
     def using(self, adapter: str | None, episode: str = "") -> Iterator[RemoteAdapter | None]:
         """Keep an episode's adapter (None: the base model) loaded. Raises RequestRejected for an unknown one."""
-        loaded = self._episodes.get(episode) or self._current.get(DEFAULT if adapter is None else adapter)
-        if loaded is None:
+        remote = self._episodes.get(episode) or self._current.get(DEFAULT if adapter is None else adapter)
+        if remote is None:
             if adapter not in (None, BASE):
                 known = ", ".join(sorted(self._current)) or "none"
                 raise RequestRejected(f"Adapter {adapter!r} is not loaded; loaded: {known}.")
             yield None
             return
         if self.keeps and episode and adapter is None and episode not in self._episodes:
-            self._episodes[episode] = loaded
-            loaded.users += 1
-        loaded.users += 1
+            self._episodes[episode] = remote
+            self._users[remote] += 1
+        self._users[remote] += 1
         try:
-            yield loaded.remote
+            yield remote
         finally:
-            self._release_user(loaded)
+            self._release_user(remote)
 
     def release(self, episode: str) -> None:
-        self._release_user(self._episodes.pop(episode, None))
+        if (remote := self._episodes.pop(episode, None)) is not None:
+            self._release_user(remote)
 
-    def _release_user(self, loaded: _LoadedAdapter | None) -> None:
-        if loaded is not None:
-            loaded.users -= 1
-            if loaded.is_retired:
-                self._retire(loaded)
+    def _release_user(self, remote: RemoteAdapter) -> None:
+        self._users[remote] -= 1
+        self._unload_unused()
 
     async def restore(self, replica: Replica) -> None:
         """Reload adapters that a replica lost; the caller holds its lock."""
         if not self._loaded:
             return
         listed = await self.api.adapters(replica)
-        for loaded in tuple(self._loaded):
-            if loaded.remote.name not in listed:
-                log.warning("%s lost adapter %s; reloading it", replica.url, loaded.remote.name)
-                await self._load(replica, loaded.remote)
+        for remote in tuple(self._loaded):
+            if remote.name not in listed:
+                log.warning("%s lost adapter %s; reloading it", replica.url, remote.name)
+                await self._load(replica, remote)
 
     async def close(self) -> None:
         """Unload all adapters from the reachable servers."""
-        adapters_loaded = [loaded.remote for loaded in self._loaded]
-        self._loaded, self._current = [], {}
-        reachable = [replica for replica in self.replicas if not replica.is_down]
+        adapters_loaded, self._loaded, self._current = self._loaded, [], {}
         try:
             async with asyncio.timeout(_UNLOAD_TIMEOUT_S):
                 await asyncio.gather(*self._tasks)
-                await asyncio.gather(*(self._unload(r, remote) for remote in adapters_loaded for r in reachable))
+                await asyncio.gather(*map(self._unload, adapters_loaded))
         except TimeoutError:
             log.warning("timed out while unloading the adapters from the servers")
 
@@ -234,44 +223,29 @@ class LoraPublisher:
         if remote.name not in await self.api.adapters(replica):
             raise SyncError(f"{replica.url} accepted the adapter {remote.name} but does not list it.")
 
-    def _retire(self, loaded: _LoadedAdapter) -> None:
-        """Unload an adapter from all servers, in the background, once it has no users."""
-        loaded.is_retired = True
-        if loaded.users:
-            return
-        if loaded in self._loaded:
-            self._loaded.remove(loaded)
+    def _unload_unused(self) -> None:
+        """Unload outdated adapters without users from all servers, in the background."""
+        for remote in [one for one in self._loaded if not (self._users[one] or one in self._current.values())]:
+            self._loaded.remove(remote)
+            task = asyncio.get_running_loop().create_task(self._unload(remote))
+            self._tasks.add(task)
+            task.add_done_callback(self._tasks.discard)
 
-        async def drop(remote: RemoteAdapter) -> None:
-            await asyncio.gather(*(self._unload(r, remote) for r in self.replicas if not r.is_down))
-            await asyncio.to_thread(shutil.rmtree, remote.folder, ignore_errors=True)
+    async def _unload(self, remote: RemoteAdapter) -> None:
+        """Unload an adapter from the reachable servers and remove its folder."""
 
-        task = asyncio.get_running_loop().create_task(drop(loaded.remote))
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        async def unload(replica: Replica) -> None:
+            try:
+                await self.api.unload_adapter(replica, remote.name)
+            except EngineError as error:
+                log.info("%s failed to unload adapter %s: %s", replica.url, remote.name, error)
 
-    async def _unload(self, replica: Replica, remote: RemoteAdapter) -> None:
-        try:
-            await self.api.unload_adapter(replica, remote.name)
-        except EngineError as error:
-            log.info("%s failed to unload adapter %s: %s", replica.url, remote.name, error)
+        await asyncio.gather(*(unload(replica) for replica in self.replicas if not replica.is_down))
+        await asyncio.to_thread(shutil.rmtree, remote.folder, ignore_errors=True)
 
 
 KNOWN_LABELS = 1000
 """Maximum number of version labels stored, the newest; no running request spans as many."""
-
-
-@dataclass
-class _Sent:
-    """The last full weights sent, their folder, and the labels of all versions sent."""
-
-    version: int = 0
-    folder: Path | None = None
-    labels: tuple[str, ...] = ()
-
-    def labels_with(self, version: int) -> tuple[str, ...]:
-        earlier = (label for label in self.labels if label != str(version))
-        return (*earlier, str(version))[-KNOWN_LABELS:]
 
 
 class WeightPublisher:
@@ -292,8 +266,10 @@ class WeightPublisher:
         self._reports_versions = reports_versions
         self._follows = False
         self._unverified: set[str] = set()
-        self._sent = _Sent()
-        self._outdated_folders: list[Path] = []
+        self._base_version, self._folder = 0, ""
+        """Version and folder of the last full weights sent; the folder is "" after a broadcast."""
+        self._labels: tuple[str, ...] = ()
+        self._outdated_folders: set[str] = set()
         self._weight_folder = WeightFolder(settings.weights_folder)
         self.adapters = LoraPublisher(api, replicas, self._weight_folder, name, settings.keeps_adapters)
         self.broadcaster = make_broadcaster(replicas, api, settings)
@@ -303,10 +279,9 @@ class WeightPublisher:
         if self.broadcaster is not None:  # no file is kept to resend the weights
             self.add_version(version)  # the first replica may sample before the last has them
             await self.broadcaster.send(version, state)
-            self._announce(version, None)
+            self._announce(version, "")
             for replica in tuple(self._replicas):
-                await self._verify_digests(replica, state)
-                replica.weight_version, replica.stale_version = version, None
+                await self._verify(replica, state)
             return
         state, replicas = with_lm_head(state), tuple(self._replicas)
         folder = await self._save(version, state)
@@ -326,7 +301,7 @@ class WeightPublisher:
         old = self.version
         if self.broadcaster is not None:
             await asyncio.to_thread(self.broadcaster.stage, version, state)
-            self._announce(version, None)
+            self._announce(version, "")
         else:
             self._announce(version, await self._save(version, with_lm_head(state)))
         for replica in self._replicas:
@@ -337,22 +312,20 @@ class WeightPublisher:
         """Send the staged weights to one replica and verify them. Raises as `ServerEngine.load_weights`."""
         async with replica.lock:
             if self.broadcaster is not None:
-                await self._verify_digests(replica, await self.broadcaster.sync_replica(replica))
+                await self._verify(replica, await self.broadcaster.sync_replica(replica))
             else:
-                assert self._sent.folder is not None
-                await self._update(replica, await asyncio.to_thread(read_weights, self._sent.folder))
-            replica.weight_version, replica.stale_version = self.version, None
+                await self._update(replica)
 
-    async def _save(self, version: int, state: Mapping[str, torch.Tensor]) -> Path:
+    async def _save(self, version: int, state: Mapping[str, torch.Tensor]) -> str:
         folder = self._weight_folder.folder(f"{self._name}-{version}", sum(t.nbytes for t in state.values()))
         await asyncio.to_thread(save_weights, folder, state)
-        return folder
+        return str(folder)
 
-    def _announce(self, version: int, folder: Path | None) -> None:
-        outdated = {*self._outdated_folders, self._sent.folder} - {folder, None}
-        self._outdated_folders = [one for one in outdated if one is not None]
-        self._sent = _Sent(version, folder, self._sent.labels_with(version))
-        self.version = version
+    def _announce(self, version: int, folder: str) -> None:
+        self._outdated_folders = {*self._outdated_folders, self._folder} - {folder, ""}
+        self.version = self._base_version = version
+        self._folder = folder
+        self.add_version(version)
 
     async def _remove_outdated(self) -> None:
         """Remove outdated folders once no replica is being checked; after a failure, with the next transfer."""
@@ -377,20 +350,18 @@ class WeightPublisher:
         self.adapters.follow(adapter)
         if version is None:
             return
-        labels = self._sent.labels if adapter is not None else self._sent.labels_with(version)
-        self._sent = _Sent(version, None, labels)
-        self.version = version
+        if adapter is None:
+            self.add_version(version)
+        self.version, self._base_version, self._folder = version, version, ""
 
     def add_version(self, version: int) -> None:
         """Record a version sent in addition to the last one, possibly by another client."""
-        self._sent = replace(self._sent, labels=self._sent.labels_with(version))
+        earlier = (label for label in self._labels if label != str(version))
+        self._labels = (*earlier, str(version))[-KNOWN_LABELS:]
 
     async def sync_replica(self, replica: Replica) -> None:
-        if self.broadcaster is not None:
-            last = await self.broadcaster.sync_replica(replica)
-            if last:
-                await self._verify_digests(replica, last)
-                replica.weight_version = self.version
+        if self.broadcaster is not None and (last := await self.broadcaster.sync_replica(replica)):
+            await self._verify(replica, last)
         await self.ensure_weights(replica, first_turn=True)
 
     async def ensure_weights(self, replica: Replica, *, first_turn: bool, pinned: int | None = None) -> None:
@@ -398,12 +369,12 @@ class WeightPublisher:
         when in doubt, others once per episode. Raises EngineError if it does not hold the version `pinned`."""
         if self._follows:
             if replica.weight_version != self.version or (first_turn and not self._reports_versions):
-                labels = self._sent.labels if pinned is None else (str(pinned),)
+                labels = self._labels if pinned is None else (str(pinned),)
                 if labels and (label := await self._api.version(replica)) not in labels:
                     raise EngineError(f"{replica.url} holds unknown weights {label}.")
                 replica.weight_version = self.version
             return
-        if self._sent.folder is None and not self.adapters:
+        if not self._folder and not self.adapters:
             await self._check_broadcast(replica)
         else:
             await self._ensure_latest(replica, first_turn)
@@ -412,17 +383,17 @@ class WeightPublisher:
 
     async def _ensure_latest(self, replica: Replica, first_turn: bool) -> None:
         in_doubt = replica.weight_version != self._expected_version(replica)
-        reports = self._reports_versions or self._sent.folder is None
+        reports = self._reports_versions or not self._folder
         if not in_doubt and (reports or not first_turn):
             return
         async with replica.lock:
             if replica.weight_version == self._expected_version(replica) and in_doubt:
                 return
-            folder, version = self._sent.folder, self._sent.version
-            expected = str(version if replica.stale_version is None else replica.stale_version)  # not an adapter's
-            if folder is not None and (label := await self._api.version(replica)) != expected:
-                log.warning("%s holds weights %s; sending version %d", replica.url, label, version)
-                await self._update(replica, await asyncio.to_thread(read_weights, folder))
+            if self._folder:  # not an adapter's version
+                expected = self._base_version if replica.stale_version is None else replica.stale_version
+                if (label := await self._api.version(replica)) != str(expected):
+                    log.warning("%s holds weights %s; sending version %d", replica.url, label, self._base_version)
+                    await self._update(replica)
             await self.adapters.restore(replica)
             replica.weight_version = self._expected_version(replica)
 
@@ -433,11 +404,11 @@ class WeightPublisher:
         """Return the version that a request starts under."""
         if adapter is not None:
             return adapter.version
-        return self._sent.version if pinned is None else pinned
+        return self._base_version if pinned is None else pinned
 
     def accepts(self, sampled: SampledTokens, adapter: RemoteAdapter | None, pinned: int | None = None) -> bool:
         """Return whether all tokens are of known versions (of `pinned`, if set), or the server reports none."""
-        labels = self._sent.labels if adapter is None else (str(adapter.version),)
+        labels = self._labels if adapter is None else (str(adapter.version),)
         if pinned is not None:
             labels = (str(pinned),)
         return not labels or all(span.version in labels for span in sampled.spans or ())
@@ -446,7 +417,7 @@ class WeightPublisher:
         """Unload adapters from the servers and remove temporary folders."""
         await self.adapters.close()
         if not self._weight_folder.root:
-            self._sent.folder = None
+            self._folder = ""
         self._weight_folder.close()
         if self.broadcaster is not None:
             self.broadcaster.close()
@@ -454,7 +425,7 @@ class WeightPublisher:
     async def _check_broadcast(self, replica: Replica) -> None:
         """Raise EngineError if a replica that was unreachable lacks the last broadcast."""
         expected = self._expected_version(replica)
-        if self.broadcaster is None or not self._sent.labels or replica.weight_version == expected:
+        if self.broadcaster is None or not self._labels or replica.weight_version == expected:
             return
         if await self._api.version(replica) != str(expected):
             raise EngineError(
@@ -463,13 +434,15 @@ class WeightPublisher:
             )
         replica.weight_version = expected
 
-    async def _update(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
-        """Load the weights in the folder at one replica and verify its digests against `state`."""
-        await self._api.update(replica, str(self._sent.folder), self._sent.version)
-        await self._verify_digests(replica, state)
-        replica.weight_version, replica.stale_version = self.version, None
+    async def _update(self, replica: Replica, state: Mapping[str, torch.Tensor] | None = None) -> None:
+        """Load the weights in the folder at one replica and verify its digests, against `state` if it is at hand."""
+        if state is None:
+            state = await asyncio.to_thread(read_weights, Path(self._folder))
+        await self._api.update(replica, self._folder, self._base_version)
+        await self._verify(replica, state)
 
-    async def _verify_digests(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
+    async def _verify(self, replica: Replica, state: Mapping[str, torch.Tensor]) -> None:
+        """Raise SyncError if a replica's digests differ from those of `state`; else record that it is current."""
         digests = await self._api.digests(replica)
         proof = await asyncio.to_thread(compare_digests, digests or {}, state)
         if not proof.proved and replica.url not in self._unverified:
@@ -477,8 +450,9 @@ class WeightPublisher:
             log.warning("%s reports no weight digests: only the probe verifies them", replica.url)
         if proof.wrong:
             raise SyncError(
-                f"{replica.url} does not hold the weights of version {self._sent.version}: "
+                f"{replica.url} does not hold the weights of version {self._base_version}: "
                 f"{len(proof.wrong)} tensors differ, including {', '.join(proof.wrong[:3])}.",
                 "The rollouts would come from another policy; nothing was trained on them.",
             )
         log.info("%s: %d tensors verified, %d without digests", replica.url, proof.proved, proof.silent)
+        replica.weight_version, replica.stale_version = self.version, None
