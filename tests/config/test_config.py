@@ -258,7 +258,7 @@ def test_settings_that_contradict_each_other_are_refused():
         "staleness.max_concurrent_rollouts (129) must not be above rollout.concurrency (128)."
     ]
     assert refusal("--model.init.hidden_size", "130") == [
-        "model.init.hidden_size (130) must be a multiple of model.init.num_heads (4)."
+        "model.init.hidden_size (130) must be an even multiple of model.init.num_heads (4)."
     ]
     assert refusal("--model.init.num_kv_heads", "3") == [
         "model.init.num_heads (4) must be a multiple of model.init.num_kv_heads (3)."

@@ -5,6 +5,7 @@ import json
 import pytest
 import torch
 from generators import model_families
+from pydantic import ValidationError
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import (
@@ -74,9 +75,9 @@ def test_tiny_model_has_the_configured_shape():
     [({"vocab_size": 300, "hidden_size": 18, "num_heads": 4}, "hidden_size"),
      ({"num_heads": 4, "num_kv_heads": 3}, "num_kv_heads")],
 )  # fmt: skip
-def test_inconsistent_model_sizes_raise_user_error(change, word):
-    with pytest.raises(UserError, match=word):
-        build_tiny(SCRATCH.model_copy(update=change), byte_tokenizer(), 0)
+def test_inconsistent_model_sizes_are_rejected(change, word):
+    with pytest.raises(ValidationError, match=word):
+        ScratchConfig(**SCRATCH.model_dump() | change)
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused():

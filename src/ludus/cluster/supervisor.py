@@ -2,8 +2,7 @@
 
 A new engine receives the current weights and is checked before any worker uses it; weights are not sent while
 an engine joins. Workers receive a new weight version before any engine loads it, and each change of the set of
-engines immediately. With rolling updates an attempt is pinned to one engine. WorkerLost is raised if the worker
-died; the caller decides whether to retry.
+engines immediately. With rolling updates an attempt is pinned to one engine.
 """
 
 from __future__ import annotations

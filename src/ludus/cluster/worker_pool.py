@@ -1,9 +1,8 @@
 """Pool of workers of one kind and a fixed target size, and its use for reward workers.
 
-The pool pings every member each second, also while it joins or drains. A member that times out or exits is
-killed and replaced. Members are listed only between the calls of `joined` and `left`. If a replacement fails to
-start, the pool continues with fewer members and retries. If no member has ever started, or all are lost and the
-restart limit is exceeded, `failed` is set and waiting callers raise it.
+The pool pings every member each second. One that times out or exits is killed and replaced. Members are listed only
+between the calls of `joined` and `left`. If a replacement fails to start, the pool continues with fewer and retries.
+If no member has ever started, or all are lost and the restart limit is exceeded, waiting callers raise `failed`.
 """
 
 from __future__ import annotations

@@ -3,11 +3,9 @@
 `run_virtual` runs unchanged asyncio code on an event loop whose clock jumps to the next timer whenever no task is
 ready. Code on this loop must wait only on asyncio timers and futures, not on threads, sockets or processes.
 
-An engine shares its forward passes among its running sequences: with `n` of them a pass takes `pass_s + n * sequence_s`
-and samples one token of each. Between two arrivals or completions the progress of an engine is linear in time, so the
-simulation has one event per arrival and completion, not per token. Prefill delays all sequences of the engine, as
-chunked prefill does. A weight update pauses an engine for the duration of the transfer; each token
-has the weight version of its pass.
+A forward pass of an engine samples one token of each running sequence. Between two arrivals or completions its
+progress is linear in time, so there is one event per arrival and completion, not per token. Prefill delays all
+sequences of the engine, as chunked prefill does, and a weight update pauses it.
 """
 
 from __future__ import annotations

@@ -1,12 +1,9 @@
 """Simulate a run in virtual time, with the group queue, staleness control and scheduler of training.
 
-`simulate` follows the training modes of `ludus.training.rl.async_trainer`. `GroupQueue`, `StalenessController`,
-`Scheduler`, `Ledger` and `ConcurrencyController` are those of training; only devices, tools and the clock are
-simulated. Failures, evaluations, checkpoints and the overhead of the event loop are not simulated.
-
-Tool latencies and action lengths are seeded by the indices of an episode (group, member), so that all training modes
-run the same episodes. In trajectories, one token represents consecutive tokens of one weight version; its id is the
-number of these tokens.
+`simulate` follows the training modes of `ludus.training.rl.async_trainer`; only devices, tools and the clock are
+simulated. Failures, evaluations, checkpoints and the overhead of the event loop are left out. All training modes run
+the same episodes. In trajectories, one token represents consecutive tokens of one weight version; its id is the number
+of these tokens.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ class ScratchConfig(Section):
     num_layers: int = Field(4, ge=1)
     """Number of transformer blocks."""
     num_heads: int = Field(4, ge=1)
-    """Attention heads; must divide hidden_size."""
+    """Attention heads; hidden_size must be an even multiple."""
     num_kv_heads: int = Field(4, ge=1)
     """Key-value heads; must divide num_heads."""
     context_tokens: int = Field(1024, ge=64)
@@ -41,8 +41,9 @@ class ScratchConfig(Section):
     @model_validator(mode="after")
     def _heads_divide(self) -> Self:
         size, heads, kv_heads = self.hidden_size, self.num_heads, self.num_kv_heads
-        if size % heads:
-            raise ValueError(f"model.init.hidden_size ({size}) must be a multiple of model.init.num_heads ({heads})")
+        if size % (2 * heads):
+            part = f"model.init.num_heads ({heads})"
+            raise ValueError(f"model.init.hidden_size ({size}) must be an even multiple of {part}")
         if heads % kv_heads:
             part = f"model.init.num_kv_heads ({kv_heads})"
             raise ValueError(f"model.init.num_heads ({heads}) must be a multiple of {part}")

@@ -1,10 +1,8 @@
 """Ragged-batch attention over paged keys and values, as a transformers attention implementation.
 
-All new tokens of all sequences form one row `[1, T]`. Each layer writes the new keys and values to the pages;
-each token then attends to its sequence's pages up to its position: by a compiled kernel on a CPU in float32 if a
-compiler is available (built once and cached per user), by `paged_pass` on a GPU, otherwise by torch. There, decoding
-tokens attend together, in a product with a sparse matrix whose rows list the tokens that each query attends to, so
-that shared pages are read in place; several tokens of one sequence use dense attention.
+All new tokens of all sequences form one row `[1, T]`. Each layer writes the new keys and values to the pages; each
+token then attends to its sequence's pages up to its position: by a compiled kernel on a CPU in float32 if a compiler
+is available (cached per user), by `paged_pass` on a GPU, otherwise by torch: dense, or sparse for decoding tokens.
 """
 
 from __future__ import annotations

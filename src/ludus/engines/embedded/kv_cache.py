@@ -1,9 +1,8 @@
 """Paged KV cache: page memory, and a radix tree of pages shared between sequences with a common prefix.
 
-A page holds the keys and values of up to `PAGE` consecutive tokens. A node of the tree is one page; the path
-from the root to it is a prefix. Running sequences reference their path; other pages stay cached until memory runs out
-and are evicted least recently used first. A page is written from left to right, so its prefix may be read
-while its owner extends it.
+A node of the tree is one page; the path from the root to it is a prefix. Running sequences reference their path;
+other pages stay cached until memory runs out and are evicted least recently used first. A page is written from left to
+right, so its prefix may be read while its owner extends it.
 """
 
 from __future__ import annotations

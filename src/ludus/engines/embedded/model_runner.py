@@ -1,9 +1,5 @@
 """Forward passes of a Hugging Face causal language model over a ragged batch of tokens.
 
-Supports models with standard attention (full or sliding-window) that use transformers' attention interface.
-`RaggedForward` compares a paged pass with a plain pass on a few tokens at start, and rejects the model if
-they disagree.
-
 Linear layers use oneDNN if it is faster: in float32 torch uses Intel MKL, which uses no 512-bit registers on other
 vendors' processors. oneDNN caches a kernel for each number of rows, so rows are processed in blocks of few sizes.
 From `MIN_ROWS` rows on, the result of a row does not depend on the other rows.
@@ -70,7 +66,10 @@ class ModelRunner(Protocol):
 
 
 class RaggedForward:
-    """Forward passes over chunks of many sequences. Raises UserError for an unsupported model and restores it."""
+    """Forward passes over chunks of many sequences, for standard attention (full or sliding-window).
+
+    Raises UserError for another model, or if a trial at start disagrees with a plain pass, and restores the model.
+    """
 
     def __init__(self, model: PreTrainedModel, num_pages: int, max_tokens: int, threads: int) -> None:
         self.model = model

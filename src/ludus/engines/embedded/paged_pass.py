@@ -185,25 +185,22 @@ class PassRunner:
 
 
 def make_recorder(device: torch.device) -> Recorder | None:
-    """Return what records passes on this device, or None if it cannot."""
-    return GraphRecorder() if device.type == "cuda" else None
+    """Return what records functions as CUDA graphs that share memory; None on another device."""
+    if device.type != "cuda":
+        return None
+    memory = torch.cuda.graph_pool_handle()
 
-
-class GraphRecorder:
-    """Records functions as CUDA graphs that share memory, after one run that loads their kernels."""
-
-    def __init__(self) -> None:
-        self._memory = torch.cuda.graph_pool_handle()
-
-    def __call__(self, function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
+    def record(function: Callable[[], Tensor]) -> tuple[Callable[[], None], Tensor]:
         stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
-            function()
+            function()  # loads the kernels
         torch.cuda.current_stream().wait_stream(stream)
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
         # Other threads, such as the learner's, may allocate and wait meanwhile.
-        with torch.cuda.graph(graph, pool=self._memory, stream=stream, capture_error_mode="thread_local"):
+        with torch.cuda.graph(graph, pool=memory, stream=stream, capture_error_mode="thread_local"):
             result = function()
         return graph.replay, result
+
+    return record

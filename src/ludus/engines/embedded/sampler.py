@@ -1,9 +1,8 @@
 """Sample tokens from logits, vectorized over a batch, with per-request randomness.
 
-Token `t` of an action uses only the uniform number with counter (request seed, t), so a row's result does not
-depend on other rows. Two log-probabilities are recorded: of the tempered distribution over the whole vocabulary,
-and of the distribution sampled from, after guide, top-k, top-p and min-p. Greedy rows (temperature 0) record both
-at temperature 1, with only the guide applied.
+Token `t` of an action uses only the uniform number with counter (request seed, t). Two log-probabilities are
+recorded: of the tempered distribution over the whole vocabulary, and of the distribution sampled from, after guide,
+top-k, top-p and min-p. Greedy rows (temperature 0) record both at temperature 1, with only the guide applied.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """Continuous batching: sequences join and leave between any two forward passes.
 
 Each `step` is one pass: one token for every decoding sequence, then chunks of prompts and observations in order
-of arrival, up to the token limit. It uses no event loop and is not thread-safe. A sequence is admitted first come,
-first served, once a slot is free and the remaining pages fit its maximum length. Only a sequence waiting for a shared
-prefix, in computation by another one, can be overtaken.
+of arrival, up to the token limit. A sequence is admitted first come, first served, once a slot is free and its maximum
+length fits. Only a sequence waiting for a prefix that another one computes can be overtaken. Not thread-safe.
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
 """An engine behind HTTP: one or more replicas of vLLM, SGLang or `ludus serve`.
 
 All requests of an episode go to one replica, whose cache holds its history. Tokens sampled under wrong weights are
-never used: after an outage, or with an unknown version, a replica receives the weights again and is verified
-before its next request. After each transfer the server's digests of its tensors, if it reports any, are
-compared with those sent; the caller compares log-probabilities (`WeightSync`).
+never used: after an outage, or with an unknown version, a replica receives the weights again and is verified first, by
+digests of its tensors if it reports any; the caller compares log-probabilities (`WeightSync`).
 """
 
 from __future__ import annotations
