@@ -26,15 +26,7 @@ from ludus.rewards.exact_match import ExpectedAnswers, matches, normalise
 from ludus.rollouts.episode import EpisodeLimits, run_episode
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.search.questions import SPLITS, WEIGHTS, all_hops, all_questions, passage_values
-from ludus.worlds.search.world import (
-    SYSTEM,
-    SearchFlaws,
-    SearchSettings,
-    SearchSolver,
-    SearchWorld,
-    make_search_world,
-    to_messages,
-)
+from ludus.worlds.search.world import SYSTEM, SearchFlaws, SearchSettings, SearchSolver, SearchWorld, make_search_world
 from tests.rewards.test_turn_verifiers import calls_of, shares
 
 NO_FLAWS = SearchFlaws(0, 0, 0, 0, 0)
@@ -361,8 +353,8 @@ def test_flawless_expert_answers_nearly_all_questions(world, tasks, questions):
     expert = SearchSolver(world.tool.function, NO_FLAWS)
     chosen, agents = some(tasks["test"], 300, seed=1), []
     for task in chosen:
-        turns = expert.turns(by_id[task.id], random.Random(0)) or []
-        said = [m for m in to_messages(turns) if m["role"] == "assistant"]
+        turns = expert.messages(by_id[task.id], random.Random(0)) or []
+        said = [m for m in turns if m["role"] == "assistant"]
         agents.append(Player(messages=said or [Message(role="assistant", content="unknown")]))
     played = play_all(world, chosen, agents)
     assert rate(world, played) >= 0.95
@@ -479,14 +471,15 @@ def test_tool_output_in_demonstrations_is_the_output_of_the_tool(demonstrations,
 
 
 def flawed(world, pool, flaws, num=300):
-    """The turns of questions by an expert with these flaws."""
+    """The messages of questions by an expert with these flaws."""
     expert, rng = SearchSolver(world.tool.function, flaws), random.Random(7)
-    played = [(q, expert.turns(q, rng)) for q in some(pool, num)]
+    played = [(q, expert.messages(q, rng)) for q in some(pool, num)]
     return [(q, turns) for q, turns in played if turns is not None]
 
 
 def searches(turns):
-    return [turn.query for turn in turns if turn.query is not None]
+    calls = [call for message in turns for call in message.get("tool_calls", [])]
+    return [json.loads(call["function"]["arguments"])["query"] for call in calls]
 
 
 def in_family(questions, *families):
@@ -500,14 +493,14 @@ THREE_HOPS = [family for family in ("/".join(chain) for chain in CHAINS) if fami
 def test_the_expert_stops_early_as_often_as_configured(world, questions):
     flaws = replace(NO_FLAWS, stop_early=SearchFlaws().stop_early)
     played = flawed(world, in_family(questions, *TWO_HOPS), flaws)
-    early = [turns[-1].text == q.hops[0].value != q.answers[0] for q, turns in played]
+    early = [turns[-1]["content"] == q.hops[0].value != q.answers[0] for q, turns in played]
     assert share(sum(early), len(early), flaws.stop_early)
 
 
 def test_the_expert_stops_after_the_second_hop_as_often_as_configured(world, questions):
     flaws = replace(NO_FLAWS, stop_second=SearchFlaws().stop_second)
     played = flawed(world, in_family(questions, *THREE_HOPS), flaws)
-    early = [turns[-1].text == q.hops[1].value and len(set(searches(turns))) == 2 for q, turns in played]
+    early = [turns[-1]["content"] == q.hops[1].value and len(set(searches(turns))) == 2 for q, turns in played]
     assert share(sum(early), len(early), flaws.stop_second)
 
 
@@ -517,7 +510,7 @@ def test_the_expert_searches_by_a_bare_name_as_often_as_configured(world, questi
     played = flawed(world, pool, flaws, num=600)
     lazy = [searches(turns)[0] == q.hops[0].subject for q, turns in played]
     assert share(sum(lazy), len(lazy), flaws.lazy_query)
-    assert any(turns[-1].text != q.answers[0] for q, turns in played)
+    assert any(turns[-1]["content"] != q.answers[0] for q, turns in played)
 
 
 def test_expert_uses_one_of_two_conditions_as_often_as_configured(world, questions):
@@ -532,12 +525,12 @@ def test_expert_starts_with_a_useless_search_as_often_as_configured(world, quest
     played = flawed(world, in_family(questions, *TWO_HOPS), flaws, num=600)
     wrong = [searches(turns)[0] == q.hops[-1].relation for q, turns in played]
     assert share(sum(wrong), len(wrong), flaws.wrong_search)
-    assert all(turns[-1].text == q.answers[0] for q, turns in played)
+    assert all(turns[-1]["content"] == q.answers[0] for q, turns in played)
 
 
 def test_flawless_expert_is_always_right(world, questions):
     played = flawed(world, questions["train"], NO_FLAWS)
-    assert all(turns[-1].text == q.answers[0] for q, turns in played)
+    assert all(turns[-1]["content"] == q.answers[0] for q, turns in played)
     assert len(played) >= 0.97 * 300
 
 

@@ -90,16 +90,6 @@ class SearchFlaws:
     """First search for an irrelevant word, then proceed correctly."""
 
 
-@dataclass(frozen=True, slots=True)
-class Turn:
-    """One assistant turn: a search with a thought before it, or the answer if `query` is None."""
-
-    text: str
-    query: str | None = None
-    k: int | None = None
-    found: str = ""
-
-
 @dataclass(frozen=True)
 class SearchSolver:
     """Generates demonstrations for questions. `search` is the function of the tool."""
@@ -107,61 +97,45 @@ class SearchSolver:
     search: Callable[..., str]
     flaws: SearchFlaws
 
-    def turns(self, question: SearchQuestion, rng: random.Random) -> list[Turn] | None:
-        """Return the turns of one dialogue, or None if the precise queries do not find a passage."""
-        findable = all(hop.passage in self.search(hop.query, 5) for hop in question.hops)
-        return list(self._write(question, rng)) if findable else None
+    def messages(self, question: SearchQuestion, rng: random.Random) -> list[Message] | None:
+        """Return the messages after the question, or None if the precise queries do not find a passage."""
+        if not all(hop.passage in self.search(hop.query, 5) for hop in question.hops):
+            return None
+        messages: list[Message] = []
+        answer = self._solve(question, rng, messages)
+        return [*messages, assistant(answer)]
 
-    def _write(self, question: SearchQuestion, rng: random.Random) -> Iterator[Turn]:
+    def _solve(self, question: SearchQuestion, rng: random.Random, messages: list[Message]) -> str:
+        """Append the searches, and return the answer."""
         flaws, hops = self.flaws, question.hops
+
+        def search(thought: str, query: str, **more: JSON) -> str:
+            found = self.search(query, **more)
+            arguments: dict[str, JSON] = {"query": query, **more}
+            messages.extend(tool_turn(len(messages) // 2, "search", arguments, found, reasoning=thought))
+            return found
+
         if rng.random() < flaws.wrong_search:
-            yield self._search("Find the answer.", hops[-1].relation)
+            search("Find the answer.", hops[-1].relation)
         if question.family == "intersection" and rng.random() < flaws.lazy_intersection:
-            lazy = self._search("Find the country.", hops[0].subject)
-            yield lazy
-            yield Turn(self._first_value(lazy.found, hops[0]))
-            return
+            return _first_value(search("Find the country.", hops[0].subject), hops[0])
         for depth, hop in enumerate(hops):
+            thought = f"Find the {hop.relation}."
             if hop.query != hop.subject and rng.random() < flaws.lazy_query:
-                lazy = self._search(f"Find the {hop.relation}.", hop.subject)
-                yield lazy
-                if hop.passage not in lazy.found:
-                    yield Turn(self._first_value(lazy.found, hop))
-                    return
-            else:
-                yield from self._find(hop)
+                found = search(thought, hop.subject)
+                if hop.passage not in found:
+                    return _first_value(found, hop)
+            elif hop.passage not in search(thought, hop.query):
+                search(thought, hop.query, k=5)
             stop = (flaws.stop_early, flaws.stop_second)[min(depth, 1)]
             if depth + 1 < len(hops) and rng.random() < stop:
-                yield Turn(hop.value)
-                return
-        yield Turn(hops[-1].value)
-
-    def _find(self, hop: Hop) -> Iterator[Turn]:
-        """Search with the precise query; if the passage is not among the first two, request five."""
-        thought = f"Find the {hop.relation}."
-        first = self._search(thought, hop.query)
-        yield first
-        if hop.passage not in first.found:
-            yield Turn(thought, hop.query, 5, self.search(hop.query, 5))
-
-    def _search(self, thought: str, query: str) -> Turn:
-        return Turn(thought, query, found=self.search(query))
-
-    def _first_value(self, found: str, hop: Hop) -> str:
-        values = passage_values()
-        return next((values[passage] for passage in found.split("\n") if passage in values), hop.subject)
+                return hop.value
+        return hops[-1].value
 
 
-def to_messages(turns: list[Turn]) -> list[Message]:
-    """Return the assistant and tool messages of a dialogue."""
-    messages: list[Message] = []
-    for number, turn in enumerate(turns):
-        if turn.query is None:
-            messages.append(assistant(turn.text))
-        else:
-            arguments: dict[str, JSON] = {"query": turn.query} if turn.k is None else {"query": turn.query, "k": turn.k}
-            messages += tool_turn(number, "search", arguments, turn.found, reasoning=turn.text)
-    return messages
+def _first_value(found: str, hop: Hop) -> str:
+    values = passage_values()
+    return next((values[passage] for passage in found.split("\n") if passage in values), hop.subject)
 
 
 @dataclass(frozen=True)
@@ -250,9 +224,9 @@ class SearchWorld(World):
             if access != "tool":
                 yield Dialogue((*opening, assistant(question.answers[0])), ())
                 continue
-            turns = expert.turns(question, rng)
-            if turns is not None:
-                yield Dialogue((*opening, *to_messages(turns)), (self.tool,))
+            messages = expert.messages(question, rng)
+            if messages is not None:
+                yield Dialogue((*opening, *messages), (self.tool,))
 
     def expert(self, task: Task) -> Dialogue | None:
         """Return a dialogue of the expert without flaws; None without the tool or if a search finds nothing."""
@@ -260,8 +234,8 @@ class SearchWorld(World):
         if question is None or self.settings.access != "tool":
             return None
         flawless = SearchFlaws(0.0, 0.0, 0.0, 0.0, 0.0)
-        turns = self._expert(flawless).turns(question, random.Random(task.id))
-        return None if turns is None else Dialogue((*task.prompt, *to_messages(turns)), (self.tool,))
+        messages = self._expert(flawless).messages(question, random.Random(task.id))
+        return None if messages is None else Dialogue((*task.prompt, *messages), (self.tool,))
 
     def _expert(self, flaws: SearchFlaws) -> SearchSolver:
         return SearchSolver(self.tool.function, flaws)  # type: ignore[arg-type]
