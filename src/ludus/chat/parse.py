@@ -19,14 +19,15 @@ To add a format, add a parser and a line in `PARSERS`.
 from __future__ import annotations
 
 import ast
+import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
 from keyword import iskeyword
+from typing import cast
 
 from ludus.chat.parse_json import (
     HERMES,
-    MAX_DEPTH,
     MalformedCall,
     ParsedDraft,
     ToolCallParser,
@@ -45,6 +46,7 @@ _LIST_START = re.compile(r"\[\s*[A-Za-z_][\w.]*\s*\(")
 _BARE_CALL = re.compile(r"[A-Za-z_][\w.]*\(\s*\w+\s*=.*\)", re.DOTALL)
 _EXAMPLE = 'Write [name(argument="value")] and nothing else.'
 _JSON_WORDS = {"true": "True", "false": "False", "null": "None"}
+_NOT_LITERAL = "A value is not a literal. Use strings in quotes, numbers, True, False, None, lists and dicts."
 
 
 def read_pythonic(draft: ParsedDraft, text: str, _: Sequence[ToolSchema]) -> None:
@@ -102,36 +104,28 @@ def _call_of(item: ast.expr) -> tuple[str, dict[str, JSON]]:
             raise MalformedCall("** is not allowed. Write every argument as name=value.")
         if keyword.arg in arguments:
             raise MalformedCall(f"The argument {keyword.arg} is given twice. Give it once.")
-        arguments[keyword.arg] = _literal(keyword.value, MAX_DEPTH)
+        arguments[keyword.arg] = _literal(keyword.value)
     name = ast.unparse(item.func)
     if not all(part.isidentifier() and not iskeyword(part) for part in name.split(".")):
         raise MalformedCall(f"The name of a tool is missing before the parenthesis. {_EXAMPLE}")
     return name, check_plain(arguments)
 
 
-def _literal(node: ast.expr, levels: int) -> JSON:
+def _literal(node: ast.expr) -> JSON:
     """Return the JSON value of a literal. Raises MalformedCall for anything else."""
-    if levels < 0:
-        raise MalformedCall(f"The arguments nest deeper than {MAX_DEPTH} levels. Make them flatter.")
-    match node:
-        case ast.Constant(value=None | bool() | int() | float() | str() as value):
-            return value
-        case ast.UnaryOp(op=ast.USub(), operand=ast.Constant(value=int() | float() as value)) if not isinstance(
-            value, bool
-        ):
-            return -value
-        case ast.List(elts=items) | ast.Tuple(elts=items):
-            return [_literal(item, levels - 1) for item in items]
-        case ast.Dict(keys=keys, values=values):
-            found: dict[str, JSON] = {}
-            for key, item in zip(keys, values, strict=True):
-                if not (isinstance(key, ast.Constant) and isinstance(key.value, str)):
+    for one in ast.walk(node):
+        match one:
+            case ast.Name(id=word) if word in _JSON_WORDS:
+                raise MalformedCall(f"{word} is not Python. Write {_JSON_WORDS[word]}.")
+            case ast.Dict(keys=keys):
+                if not all(isinstance(key, ast.Constant) and isinstance(key.value, str) for key in keys):
                     raise MalformedCall("The keys of a dict in the arguments are strings in quotes.")
-                found[key.value] = _literal(item, levels - 1)
-            return found
-        case ast.Name(id=word) if word in _JSON_WORDS:
-            raise MalformedCall(f"{word} is not Python. Write {_JSON_WORDS[word]}.")
-    raise MalformedCall("A value is not a literal. Use strings in quotes, numbers, True, False, None, lists and dicts.")
+            case ast.UAdd():
+                raise MalformedCall(_NOT_LITERAL)
+    try:
+        return cast(JSON, json.loads(json.dumps(ast.literal_eval(node))))
+    except (ValueError, TypeError, RecursionError):
+        raise MalformedCall(_NOT_LITERAL) from None
 
 
 _PYTHONIC_EXAMPLE = re.compile(r"\[\w+\(\w+\s*=|\bname \+ ['\"]\(['\"]")
@@ -142,10 +136,9 @@ _MARKS: Mapping[str, tuple[str, ...]] = {
     "deepseek_v3": ("<｜tool▁call▁begin｜>",),
     "gemma4": ("<|tool_call>", "<tool_call|>"),
     "harmony": ("<|channel|>", "<|call|>"),
+    "hermes": ("<tool_call>",),
 }
 _LLAMA3_MARKS = ("<|python_tag|>", '"parameters":')
-
-
 _WHOLE = (whole_text_parser("llama3", read_llama3), whole_text_parser("pythonic", read_pythonic))
 PARSERS: Mapping[str, ToolCallParser] = {parser.name: parser for parser in (HERMES, *_WHOLE, *TAGS, *MARKED)}
 """The parsers by name."""
@@ -161,8 +154,6 @@ def detect(chat_template: str) -> str:
     for name, marks in _MARKS.items():
         if all(mark in chat_template for mark in marks):
             return name
-    if "<tool_call>" in chat_template:
-        return "hermes"
     if _PYTHONIC_EXAMPLE.search(chat_template):
         return "pythonic"
     if any(mark in chat_template for mark in _LLAMA3_MARKS):

@@ -38,20 +38,15 @@ _TOOL_PROBE: ToolSchema = {
 class AddedToken(Protocol):
     """Added token of a tokenizer; `str` returns its text."""
 
-    @property
-    def special(self) -> bool: ...
+    special: bool
 
 
 class Tokenizer(Protocol):
     """Methods of Hugging Face tokenizers used by the chat layer."""
 
     chat_template: Any
-
-    @property
-    def added_tokens_decoder(self) -> Mapping[int, AddedToken]: ...
-
-    @property
-    def eos_token_id(self) -> int | None: ...
+    added_tokens_decoder: Mapping[int, AddedToken]
+    eos_token_id: int | None
 
     def encode(self, text: str, *, add_special_tokens: bool = ...) -> list[int]: ...
 
@@ -73,14 +68,10 @@ class Renderer(Protocol):
     """Converts messages to tokens, and sampled tokens to an action."""
 
     tokenizer: Tokenizer
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        """Strings that end an action."""
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Tokens that end an action and belong to it."""
+    stop: tuple[str, ...]
+    """Strings that end an action."""
+    stop_token_ids: tuple[int, ...]
+    """Tokens that end an action and belong to it."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
         """Return the tokens of the prompt, including the generation prompt."""
@@ -145,6 +136,8 @@ class TemplateRenderer:
     Raises `UserError` without a template, if it rejects a dialogue, or if turns have no end token.
     """
 
+    stop: tuple[str, ...] = ()
+
     def __init__(self, tokenizer: Tokenizer, parser: str = "auto") -> None:
         self.tokenizer, template = tokenizer, tokenizer.chat_template
         if not template:
@@ -163,21 +156,12 @@ class TemplateRenderer:
         self._starts_thinking = self._apply(_USER, generate=True).rstrip().endswith(THINK_OPEN)
         self._end, self._ends_at_role = self._find_end()
         self._call_end = self._find_call_end() if self.native_tools else self._end
+        self.stop_token_ids = tuple(dict.fromkeys((self._end[1], self._call_end[1])))
         with_calls = [*_USER, {**_ASSISTANT, "content": "", "tool_calls": [_PLAIN_CALL]}, _RESULT]
         needs_calls = self._renders(with_calls) and not self._renders([*_USER, _ASSISTANT, _RESULT])
         self._results_need_calls = self.native_tools and needs_calls
         bare = self._encode("q")
         self._needs_context = any(self._encode_after(before, "q") != bare for before in (self._end[0], "q\n"))
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        """Empty: the end-of-turn token ends an action."""
-        return ()
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """The template's end-of-turn token, and the one after calls if it differs."""
-        return tuple(dict.fromkeys((self._end[1], self._call_end[1])))
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
         return self._encode(self.text(messages, tools, generate=True))

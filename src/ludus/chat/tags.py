@@ -22,21 +22,14 @@ PROTOCOLS: Mapping[str, TagProtocol] = {"tags": SEARCH_R1, "code": RETOOL}
 
 
 class TagsRenderer:
-    """Renderer of a tag protocol; stop strings end an action."""
+    """Renderer of a tag protocol; the closing tags of a call and of the answer end an action."""
+
+    stop_token_ids: tuple[int, ...] = ()
 
     def __init__(self, tokenizer: Tokenizer, protocol: TagProtocol = SEARCH_R1) -> None:
         self.tokenizer, self.protocol = tokenizer, protocol
+        self.stop = (f"</{protocol.call}>", f"</{ANSWER}>")
         self.guard = ControlGuard(tokenizer, wrappers=(f"<{protocol.result}>", f"</{protocol.result}>"))
-
-    @property
-    def stop(self) -> tuple[str, ...]:
-        """The closing tags of a call and of the answer."""
-        return (f"</{self.protocol.call}>", f"</{ANSWER}>")
-
-    @property
-    def stop_token_ids(self) -> tuple[int, ...]:
-        """Empty: a base model has no end-of-turn token."""
-        return ()
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
         supported = self.protocol.tool

@@ -25,7 +25,6 @@ from ludus.rewards.math.notation import ExpressionNode, NotationError, letters_o
 from ludus.rewards.math.parser import read
 from ludus.rewards.math.regions import region_of
 from ludus.rewards.math.worked_out import is_worked_out
-from ludus.rewards.math.worker import judge
 from ludus.types import Task, Trajectory
 from ludus.untrusted.worker import LimitedProcess, LimitExceeded, ProcessKilled
 
@@ -345,11 +344,17 @@ def _power(base: Fraction, exponent: Fraction) -> Fraction | None:
 def _compare(kind: str, gold: ExpressionNode, given: ExpressionNode) -> int:
     """Return the result of a comparison; 0 if it exceeds the limits."""
     try:
-        return _process(os.getpid()).call(partial(judge, kind, gold, given), CPU_S)
+        return _process(os.getpid()).call(partial(_judge, kind, gold, given), CPU_S)
     except ProcessKilled as error:
         raise WorldError("The process that compares expressions was killed.", "Check the available memory.") from error
     except LimitExceeded:
         return 0
+
+
+def _judge(kind: str, gold: ExpressionNode, given: ExpressionNode) -> int:
+    from ludus.rewards.math.worker import judge  # imports sympy, which only that process needs
+
+    return judge(kind, gold, given)
 
 
 @cache

@@ -11,7 +11,7 @@ import unicodedata
 from collections.abc import Iterator
 from dataclasses import dataclass
 from fractions import Fraction
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 
 from ludus.rewards.extract import plain_signs
@@ -138,22 +138,14 @@ def plain_text(text: str) -> str:
 
 
 def _ascii(text: str) -> str:
-    text = _VULGAR.sub(lambda m: _fraction(m[0]), plain_signs(text))
-    text = _SUPERSCRIPTS.sub(lambda m: "^{" + _fold(m[0]) + "}" if m[0] != "⁄" else "/", text)
-    text = _SUBSCRIPTS.sub(lambda m: "_{" + unicodedata.normalize("NFKC", m[0]) + "}", text)
-    signs = spellings("characters")
-    return "".join(
-        signs.get(c) or (plain if (plain := unicodedata.normalize("NFKC", c)).isascii() else c) for c in text
+    folded = partial(unicodedata.normalize, "NFKC")
+    text = _VULGAR.sub(lambda m: "\\frac{" + folded(m[0]).replace("⁄", "}{") + "}", plain_signs(text))
+    text = _SUPERSCRIPTS.sub(
+        lambda m: "^{" + folded(m[0]).translate({0x2212: "-", ord("⁄"): "/"}) + "}" if m[0] != "⁄" else "/", text
     )
-
-
-def _fraction(character: str) -> str:
-    numerator, _, denominator = unicodedata.normalize("NFKC", character).partition("\N{FRACTION SLASH}")
-    return rf"\frac{{{numerator}}}{{{denominator}}}"
-
-
-def _fold(superscripts: str) -> str:
-    return unicodedata.normalize("NFKC", superscripts).replace("\N{MINUS SIGN}", "-").replace("⁄", "/")
+    text = _SUBSCRIPTS.sub(lambda m: "_{" + folded(m[0]) + "}", text)
+    signs = spellings("characters")
+    return "".join(signs.get(c) or (plain if (plain := folded(c)).isascii() else c) for c in text)
 
 
 def letters_of(text: str) -> frozenset[str]:

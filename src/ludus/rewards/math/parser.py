@@ -29,7 +29,7 @@ from ludus.rewards.math.notation import (
 _RELATIONS = frozenset("=<>≤≥≠∈≈")
 _SET_SIGNS = {"∪": "union", "∩": "intersection", "∖": "difference"}
 _CLOSING = {"(": ")", "[": "]", "{": "}", "\\{": "\\}"}
-_ROUNDINGS = {"⌊": ("⌋", "floor"), "⌈": ("⌉", "ceil")}
+_FENCES = {"|": ("|", "abs", ""), "⌊": ("⌋", "call", "floor"), "⌈": ("⌉", "call", "ceil")}
 _SEPARATORS = frozenset((",", ";", "or", "and"))
 _INFIX_COMMANDS = {"over": ("div", "frac"), "choose": ("call", "binom")}
 """Commands between two operands: `{a \\over b}`."""
@@ -244,7 +244,10 @@ class _Parser(_Cursor):
         if name in FUNCTIONS:
             return self._call(name)
         if name == "mathbb":
-            return self._domain()
+            domain = self._argument()
+            if domain.op != "name" or domain.name not in "RZNQC":
+                raise NotationError("an unknown domain")
+            return ExpressionNode("domain", (), domain.name)
         if name == "langle":
             items = self._separated(self._sum, ",")
             self.at += 1
@@ -258,12 +261,6 @@ class _Parser(_Cursor):
         if name in GREEK:
             return self._name(name)
         raise NotationError(f"the command {name[:40]!r}")
-
-    def _domain(self) -> ExpressionNode:
-        letter = self._argument()
-        if letter.op != "name" or letter.name not in "RZNQC":
-            raise NotationError("an unknown domain")
-        return ExpressionNode("domain", (), letter.name)
 
     def _root(self, name: str) -> ExpressionNode:
         degree = ExpressionNode("number", (), "whole", Fraction(3 if name == "cbrt" else 2))
@@ -303,17 +300,13 @@ class _Parser(_Cursor):
     def _bracket(self, opening: str) -> ExpressionNode:
         if opening == "∅":
             return ExpressionNode("set")
-        if opening == "|":
-            self.bars += 1
-            inner = self._sum()
-            self._expect("|")
-            self.bars -= 1
-            return ExpressionNode("abs", (inner,))
-        if opening in _ROUNDINGS:
-            closing, name = _ROUNDINGS[opening]
+        if opening in _FENCES:
+            closing, op, name = _FENCES[opening]
+            self.bars += opening == "|"
             inner = self._sum()
             self._expect(closing)
-            return ExpressionNode("call", (inner,), name)
+            self.bars -= opening == "|"
+            return ExpressionNode(op, (inner,), name)
         if opening not in _CLOSING:
             raise NotationError(f"{opening[:40]!r}")
         bars, self.bars = self.bars, 0

@@ -19,12 +19,11 @@ import logging
 from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from functools import partial
-from typing import TYPE_CHECKING
+
+import sympy
+from sympy import Expr
 
 from ludus.rewards.math.notation import ExpressionNode
-
-if TYPE_CHECKING:
-    from sympy import Expr
 
 MAX_BITS = 20_000
 """Maximum bits of a computed power of numbers."""
@@ -40,7 +39,7 @@ class ExpressionRejected(ValueError):
 
 
 def warm_up() -> None:
-    """Import sympy and run a first comparison."""
+    """Run a first comparison, for which sympy loads more modules."""
     logging.disable()
     two = ExpressionNode("number", value=Fraction(2))
     judge("equal", ExpressionNode("root", (two, two)), two)
@@ -66,8 +65,6 @@ def _are_equal(first: Expr, second: Expr) -> bool:
 
 def _is_zero(number: Expr) -> bool:
     """Return whether a constant is 0: refuted numerically, otherwise proved."""
-    import sympy
-
     value = number.evalf(DIGITS)
     if not value.is_number or value.has(sympy.nan, sympy.zoo, sympy.oo):
         return False
@@ -117,8 +114,6 @@ def _signs(num: int, n: int) -> Iterator[tuple[int, ...]]:
 
 
 def _point(names: Sequence[Expr], signs: Sequence[int], up: int, down: int) -> dict[Expr, Expr]:
-    import sympy
-
     return {
         name: sign * sympy.Rational(up + 3 * i, down + i)
         for i, (name, sign) in enumerate(zip(names, signs, strict=True))
@@ -127,8 +122,6 @@ def _point(names: Sequence[Expr], signs: Sequence[int], up: int, down: int) -> d
 
 def _is_identity(difference: Expr) -> bool:
     """Return whether a difference is 0 for all positive values of its variables, by exact transformations."""
-    import sympy
-
     positive = {name: sympy.Dummy(str(name), positive=True) for name in difference.free_symbols}
     found = difference.subs(positive)
     proofs: tuple[Callable[[Expr], Expr], ...] = (
@@ -146,8 +139,6 @@ def _is_identity(difference: Expr) -> bool:
 
 def _is_rounded(number: Expr, decimal: Expr) -> bool:
     """Return whether `decimal` is the irrational `number`, rounded to the digits of `decimal`."""
-    import sympy
-
     if number.is_rational or number.free_symbols or not decimal.is_Rational:
         return False
     digits = next(n for n in itertools.count() if 10**n % int(decimal.q) == 0)
@@ -157,8 +148,6 @@ def _is_rounded(number: Expr, decimal: Expr) -> bool:
 
 def _ratio(first: Expr, second: Expr) -> int:
     """Return the sign of the ratio of two expressions with variables; 0 if it is not constant, or 0."""
-    import sympy
-
     if not first.free_symbols or first.free_symbols != second.free_symbols:
         return 0
     names = sorted(first.free_symbols, key=str)
@@ -177,8 +166,6 @@ def _ratio(first: Expr, second: Expr) -> int:
 
 def _expression(node: ExpressionNode) -> Expr:
     """Convert a tree to sympy. Raises ExpressionRejected for infinities and operations that exceed the bounds."""
-    import sympy
-
     if node.op == "number":
         return sympy.Rational(node.value)
     if node.op == "name":
@@ -226,8 +213,6 @@ def _power(base: Expr, exponent: Expr) -> Expr:
 
 
 def _root(inner: Expr, degree: Expr) -> Expr:
-    import sympy
-
     if degree.is_Integer and degree % 2 == 1 and inner.is_negative:
         return -((-inner) ** (sympy.Integer(1) / degree))
     if degree == 0:
@@ -236,8 +221,6 @@ def _root(inner: Expr, degree: Expr) -> Expr:
 
 
 def _factorial(number: Expr) -> Expr:
-    import sympy
-
     if number.is_number and not (number.is_Integer and 0 <= number <= MAX_FACTORIAL):
         raise ExpressionRejected("a factorial beyond the bounds")
     return sympy.factorial(number)
@@ -245,8 +228,6 @@ def _factorial(number: Expr) -> Expr:
 
 def _call_function(name: str, *args: Expr) -> Expr:
     """Apply a function. `log` without a base has a symbolic base, which cancels in ratios of logarithms."""
-    import sympy
-
     names = {"arcsin": sympy.asin, "arccos": sympy.acos, "arctan": sympy.atan, "ln": sympy.log, "ceil": sympy.ceiling}
     own = ("sin", "cos", "tan", "cot", "sec", "csc", "sinh", "cosh", "tanh", "exp", "floor")
     names |= {key: vars(sympy)[key] for key in own}

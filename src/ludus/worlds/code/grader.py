@@ -304,10 +304,13 @@ class Unordered:
     values: tuple[object, ...]
 
     def __repr__(self) -> str:
+        items = list(map(repr, self.shown))
         if self.kind == "dict":
-            return f"{{{', '.join(f'{key!r}: {value!r}' for key, value in zip(self.shown, self.values, strict=True))}}}"
-        listed = f"{{{', '.join(map(repr, self.shown))}}}" if self.shown else ""
-        return listed if self.kind == "set" and listed else f"{self.kind}({listed})"
+            items = [f"{key}: {value!r}" for key, value in zip(items, self.values, strict=True)]
+        listed = "{" + ", ".join(items) + "}"
+        if self.kind == "dict" or (self.kind == "set" and items):
+            return listed
+        return f"{self.kind}({listed if items else ''})"
 
 
 def read_value(encoded: object) -> object:

@@ -132,20 +132,18 @@ class CodeProblem:
     def truth(self, num_tests: int) -> CodeTruth:
         """Return the ground truth with `num_tests` tests: the first `NUM_SHOWN` are shown, the others hidden."""
         pairs: Sequence[tuple[object, object]] = self.texts if self.style == "stdin" else self.values
-        cases = []
-        for number, (inputs, expected) in enumerate(pairs[:num_tests]):
-            shown = number < NUM_SHOWN
-            name = f"shown {number + 1}" if shown else f"hidden {number + 1 - NUM_SHOWN}"
-            cases.append(TestCase(name, inputs, expected))
-        names = tuple(case.name for case in cases)
+        names = [f"shown {number}" for number in range(1, NUM_SHOWN + 1)]
+        names += [f"hidden {number}" for number in range(1, num_tests - NUM_SHOWN + 1)]
+        cases = tuple(TestCase(name, *pair) for name, pair in zip(names, pairs, strict=False))
+        names = [case.name for case in cases]
         return CodeTruth(
-            fail_to_pass=names,
+            fail_to_pass=tuple(names),
             hidden=frozenset(names[NUM_SHOWN:]),
             seconds=LIMITS.cpu_s,
             memory_bytes=float(LIMITS.memory_bytes),
             style=self.style,
             entry=ENTRY,
-            cases=tuple(cases),
+            cases=cases,
             reference=self.reference,
             shape=self.shape,
         )

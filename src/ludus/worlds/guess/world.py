@@ -91,6 +91,8 @@ class GuessEnv(Environment):
 
 @dataclass(frozen=True)
 class GuessWorld(World):
+    """Games of guessing a number."""
+
     task_lists: Mapping[str, Sequence[Task]]
     settings: GuessSettings
     name: str = "guess"
@@ -144,6 +146,7 @@ def make_tasks(settings: GuessSettings) -> dict[str, list[Task]]:
 
 
 def make_task(low: int, size: int, number: int, split: str) -> Task:
+    """Return the task of one number."""
     high = low + size - 1
     asked = f"I think of a number from {low} to {high}. Guess it: reply with one number."
     question = Message(role="user", content=asked)
