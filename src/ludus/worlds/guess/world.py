@@ -96,12 +96,9 @@ class GuessWorld(World):
     task_lists: Mapping[str, Sequence[Task]]
     settings: GuessSettings
     name: str = "guess"
+    splits: Sequence[str] = (*SPLITS, "composition")
     rewards: Sequence[Reward] = REWARDS
     emits_turn_rewards: bool = True
-
-    @property
-    def splits(self) -> Sequence[str]:
-        return tuple(self.task_lists)
 
     def tasks(self, split: str) -> Sequence[Task]:
         return split_of(self.task_lists, split, self.name)

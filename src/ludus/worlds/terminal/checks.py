@@ -17,7 +17,7 @@ import zipfile
 import zlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from functools import wraps
+from functools import partial, wraps
 from pathlib import PurePosixPath
 from typing import Concatenate, Final, Literal, ParamSpec
 
@@ -96,12 +96,7 @@ def check(label: str) -> Callable[[Callable[Concatenate[SessionState, P], bool]]
 
     def register(function: Callable[Concatenate[SessionState, P], bool]) -> Callable[P, Check]:
         CHECKS[function.__name__] = label, function
-
-        @wraps(function)
-        def make(*arguments: P.args, **named: P.kwargs) -> Check:
-            return make_check(function.__name__, *arguments, **named)
-
-        return make
+        return wraps(function)(partial(make_check, function.__name__))
 
     return register
 
