@@ -28,7 +28,7 @@ class TagsRenderer:
 
     def __init__(self, tokenizer: Tokenizer, protocol: TagProtocol = SEARCH_R1) -> None:
         self.tokenizer, self.protocol = tokenizer, protocol
-        self.stop = (f"</{protocol.call}>", f"</{ANSWER}>")
+        self.stop: tuple[str, ...] = (f"</{protocol.call}>", f"</{ANSWER}>")
         self.guard = ControlGuard(tokenizer, wrappers=(f"<{protocol.result}>", f"</{protocol.result}>"))
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:

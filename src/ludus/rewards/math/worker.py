@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
 
@@ -87,10 +87,16 @@ def _is_zero(number: Expr) -> bool:
 
 
 def _agree_at_points(first: Expr, second: Expr) -> bool:
-    """Return whether two expressions have equal values at the sample points of all signs at which both are real."""
+    """Return whether two expressions have equal values at the sample points at which both are real.
+
+    With up to 3 names the points have all signs, with more all positive, all negative and mixed ones.
+    """
     names = sorted(first.free_symbols | second.free_symbols, key=str)
+    num = len(names)
+    every = list(itertools.product((1, -1), repeat=num)) if num <= 3 else []
     for n, (up, down) in enumerate(_POINTS):
-        for signs in _signs(len(names), n):
+        mixed = tuple(1 if (i + n) % 2 else -1 for i in range(num))
+        for signs in every or ((1,) * num, (-1,) * num, mixed):
             point = _point(names, signs, up, down)
             values = [one.subs(point).evalf(DIGITS) for one in (first, second)]
             if not all(value.is_number and value.is_finite for value in values):
@@ -101,16 +107,6 @@ def _agree_at_points(first: Expr, second: Expr) -> bool:
             if abs(values[0] - values[1]) > 1e-15 * (1 + abs(values[0])):
                 return False
     return True
-
-
-def _signs(num: int, n: int) -> Iterator[tuple[int, ...]]:
-    """Yield assignments of signs: all combinations for up to 3 names, else all positive, all negative and one mixed."""
-    if num <= 3:
-        yield from itertools.product((1, -1), repeat=num)
-    else:
-        yield (1,) * num
-        yield (-1,) * num
-        yield tuple(1 if (i + n) % 2 else -1 for i in range(num))
 
 
 def _point(names: Sequence[Expr], signs: Sequence[int], up: int, down: int) -> dict[Expr, Expr]:
