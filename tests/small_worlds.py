@@ -8,13 +8,14 @@ from functools import cache
 
 from ludus.chat.render import TemplateRenderer
 from ludus.chat.tokenizer import train_tokenizer
+from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import seed_for
 from ludus.envs.base import Environment, World
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.rewards.base import Reward
-from ludus.rollouts.episode import EngineChatSession, EpisodeLimits, run_episode
+from ludus.rollouts.episode import EngineChatSession, run_episode
 from ludus.rollouts.ledger import Ledger, RolloutKey
-from ludus.rollouts.scheduler import LockstepEngine, RolloutRequest, Scheduler, SchedulerLimits, episode_name
+from ludus.rollouts.scheduler import LockstepEngine, RolloutRequest, Scheduler, episode_name
 from ludus.tools.base import Tool, tool
 from ludus.types import Message, SamplingParams, Task
 from scripted_engine import ScriptedEngine
@@ -27,8 +28,7 @@ TEXTS = (
 
 
 PATIENT = ToolLimits(timeout_s=5.0)
-EPISODE = EpisodeLimits()
-SCHEDULER = SchedulerLimits()
+EPISODE = RolloutConfig()
 
 
 @cache
@@ -155,7 +155,7 @@ def play(engine, world=None, limits=EPISODE, task=None, **conversation):
     )
 
 
-def make_scheduler(engine, world, limits=SCHEDULER, *, lockstep=False, episodes=EPISODE):
+def make_scheduler(engine, world, rollout=EPISODE, *, lockstep=False, **settings):
     joint = LockstepEngine(engine) if lockstep else None
 
     def conversation(request):
@@ -163,7 +163,7 @@ def make_scheduler(engine, world, limits=SCHEDULER, *, lockstep=False, episodes=
         seed = seed_for(key.step, key.task_id, key.sample)
         return make_chat(joint or engine, episode_name(key), seed=seed)
 
-    return Scheduler(world, conversation, episodes, limits, Ledger(), joint)
+    return Scheduler(world, conversation, rollout.model_copy(update=settings), Ledger(), joint)
 
 
 def make_requests(num, samples=1, step=0) -> list[RolloutRequest]:

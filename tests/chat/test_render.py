@@ -26,10 +26,10 @@ from ludus.chat.parse_tags import RETOOL
 from ludus.chat.render import _MARKER, ControlGuard, TemplateRenderer, control_ids, render_dialogue
 from ludus.chat.tags import TagsRenderer
 from ludus.chat.tokenizer import chat_template, train_tokenizer
-from ludus.config.sections.rollout import EnvConfig
+from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.tool_env import ToolEnv
 from ludus.errors import ConfigError, UserError
-from ludus.rollouts.episode import EngineChatSession, EpisodeLimits, run_episode
+from ludus.rollouts.episode import EngineChatSession, run_episode
 from ludus.tools.base import tool
 from ludus.training.run.session import make_renderer
 from ludus.types import Completion, Message, SamplingParams, StopReason, Task
@@ -349,7 +349,7 @@ def episode_of(actions):
     params = SamplingParams(max_new_tokens=200)
     conversation = EngineChatSession(engine, RENDERER, params, 2000, "e", seed=0)
     task = Task("t", (user("Where is Paris?"),), "France")
-    played = run_episode(task, 0, ToolEnv((search,), ()), conversation, EpisodeLimits())
+    played = run_episode(task, 0, ToolEnv((search,), ()), conversation, RolloutConfig())
     return asyncio.run(played), engine.requests
 
 

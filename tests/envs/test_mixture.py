@@ -25,7 +25,7 @@ from ludus.rewards.base import Reward, score, success
 from ludus.rollouts.episode import EngineChatSession
 from ludus.rollouts.ledger import Ledger, RolloutKey
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
-from ludus.rollouts.scheduler import Episode, RolloutRequest, SamplingPlan, engine_scheduler
+from ludus.rollouts.scheduler import Episode, RolloutRequest, SamplingPlan, engine_scheduler, rollout_for
 from ludus.training.collection.reward_mixing import build_reward_mixer, check_reward_settings
 from ludus.types import Group, Segment, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from small_runs import lasting_files
@@ -302,7 +302,7 @@ def test_each_mixed_world_uses_its_own_turn_and_token_limits(world, recipe):
     for task in (price, game):
         conversation = scheduler.make_chat(RolloutRequest(RolloutKey(1, task.id, 0), task))
         assert isinstance(conversation, EngineChatSession)
-        limits = scheduler.limits_of(task)
+        limits = rollout_for(world, config.rollout, task)
         found[task.tags["world"]] = (limits.max_turns, conversation.params.max_new_tokens, conversation.max_tokens)
     assert found == {"prices": (2, 48, 320), "games": (3, 8, 200)}
 

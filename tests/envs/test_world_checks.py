@@ -12,8 +12,6 @@ from ludus.envs.registry import WORLDS, build_world, closing
 from ludus.evaluation.env_audit import CheckPlan, check_world, run_agent
 from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of
 from ludus.rewards.base import score, success
-from ludus.rollouts.episode import EpisodeLimits
-from ludus.rollouts.scheduler import episode_limits
 from ludus.types import Message, StopReason, Trajectory
 
 QUICK = {
@@ -43,7 +41,7 @@ def check(name, settings, num_tasks):
     rollout = RolloutConfig(max_turns=TURNS)
     config = Config(env=EnvConfig(name=name, settings=settings), rollout=rollout)
     world = build_world(config.env, config.rollout, config.sandbox)
-    return check_world(world, CheckPlan(num_tasks=num_tasks, limits=episode_limits(config.rollout)))
+    return check_world(world, CheckPlan(num_tasks=num_tasks, limits=config.rollout))
 
 
 def assert_sound(report):
@@ -91,7 +89,7 @@ def test_alternative_solutions_are_correct(name, num_tasks):
     config = load_config(None, ["--env.name", name])
     world = build_world(config.env, config.rollout, config.sandbox)
     tasks = world.tasks("train")[:num_tasks]
-    plan = CheckPlan(limits=EpisodeLimits(max_turns=TURNS))
+    plan = CheckPlan(limits=RolloutConfig(max_turns=TURNS))
 
     async def played(task, messages):
         agent = Agent("other way", AgentKind.ORACLE, "does it otherwise", lambda *_: actions_of(messages))
@@ -121,7 +119,7 @@ def test_a_recorded_final_state_is_scored_again_with_the_same_result(name):
             task = world.tasks("train")[0]
             turns = actions_of(world.expert(task).messages[len(task.prompt) :])
             agent = Agent("oracle", AgentKind.ORACLE, "knows", lambda task, tools: turns)
-            plan = CheckPlan(limits=episode_limits(config.rollout))
+            plan = CheckPlan(limits=config.rollout)
             one = await run_agent(world, task, agent, plan)
             return one, await one.environment.grade_again()
 

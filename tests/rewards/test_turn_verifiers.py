@@ -17,7 +17,7 @@ from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.code.turns import Progress, suite_progress, turn_report, turn_shares
 from ludus.rewards.code.unit_tests import Suite
-from ludus.rollouts.episode import EpisodeLimits, run_episode
+from ludus.rollouts.episode import run_episode
 from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.rollout_files import RolloutRecord, parse_rollout, rollout_line
@@ -78,7 +78,7 @@ class Player:
 
 
 async def play(world, task, *turns):
-    limits = EpisodeLimits(max_turns=9)
+    limits = RolloutConfig(max_turns=9)
     return await run_episode(task, 0, world.environment(task), Player(list(turns)), limits)
 
 
@@ -248,7 +248,7 @@ def test_environment_report_does_not_reset_the_tool_error_streak():
             return StepResult(outcomes=(bad, turn_report(0, "{}")))
 
     player = Player([[("x", {})]] * 9)
-    limits = EpisodeLimits(max_turns=9, max_tool_errors=3)
+    limits = RolloutConfig(max_turns=9, max_tool_errors=3)
     played = asyncio.run(run_episode(Task("t", (), None), 0, FailingEnvironment(), player, limits))
     assert played.stop_reason is StopReason.TOOL_ERRORS
     assert played.num_turns == 3

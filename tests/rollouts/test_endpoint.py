@@ -18,7 +18,7 @@ from ludus.errors import ConfigError, EngineError, UserError
 from ludus.evaluation.evaluate import EvaluationPlan, evaluate
 from ludus.rewards.base import Reward
 from ludus.rewards.exact_match import ExpectedAnswers, exact_match, well_formed
-from ludus.rollouts.episode import ChatSession, EpisodeLimits, run_episode
+from ludus.rollouts.episode import ChatSession, run_episode
 from ludus.rollouts.ledger import Ledger, RolloutKey
 from ludus.rollouts.openai_client import (
     OpenAIChatSession,
@@ -64,7 +64,7 @@ def play(script, waits=None, parser=None, max_tokens=None, max_turns=6, **option
         async with OpenAIClient(where, sleep=sleep) as endpoint:
             conversation: ChatSession = OpenAIChatSession(endpoint, PARAMS, 7, max_tokens, parser)
             world = ToolEnv([search_tool(PassageIndex(PASSAGES), 1)], REWARDS)
-            limits = EpisodeLimits(max_turns=max_turns)
+            limits = RolloutConfig(max_turns=max_turns)
             return await run_episode(task(), 0, world, conversation, limits), endpoint
 
     with serving(script) as server:
@@ -353,7 +353,9 @@ def test_episode_timeout_is_not_reported_as_a_server_failure():
     async def run(server):
         async with OpenAIClient(OpenAIClientSettings(server.url, "m")) as endpoint:
             conversation = OpenAIChatSession(endpoint, PARAMS, 7)
-            return await run_episode(task(), 0, ToolEnv([], REWARDS), conversation, EpisodeLimits(timeout_s=0.1))
+            return await run_episode(
+                task(), 0, ToolEnv([], REWARDS), conversation, RolloutConfig(episode_timeout_s=0.1)
+            )
 
     with serving([Reply(say("late"), delay_s=20.0)]) as server:
         assert asyncio.run(run(server)).stop_reason is StopReason.TIMEOUT

@@ -11,11 +11,12 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from ludus.config.sections.rollout import RolloutConfig
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.errors import EngineError, UserError, WorldError
 from ludus.rewards.base import Reward
-from ludus.rollouts.episode import EpisodeLimits, run_episode
+from ludus.rollouts.episode import run_episode
 from ludus.types import Completion, Group, Message, StepResult, StopReason, ToolStatus
 from scripted_engine import Faults
 from small_worlds import (
@@ -143,7 +144,7 @@ def test_stop_reason_is_passed_to_rewards_and_counted_in_metrics(stop):
 
     engine, options = ENDINGS[stop]()
     world = RecordingWorld(rewards=(Reward("look", look, outcome=True),))
-    limits = EpisodeLimits(max_turns=4, timeout_s=0.2 if stop is StopReason.TIMEOUT else None)
+    limits = RolloutConfig(max_turns=4, episode_timeout_s=0.2 if stop is StopReason.TIMEOUT else None)
     t = play(engine, world, limits, **options)
     assert t.stop_reason is stop
     assert seen == [stop]
@@ -178,7 +179,7 @@ def test_engine_context_length_limits_an_episode():
 
 
 def test_outcomes_of_the_last_turn_are_recorded_but_not_observed():
-    t = play(scripted([SEARCH] * 9), limits=EpisodeLimits(max_turns=3))
+    t = play(scripted([SEARCH] * 9), limits=RolloutConfig(max_turns=3))
     assert t.stop_reason is StopReason.MAX_TURNS
     assert t.num_turns == 3
     assert [s.kind for s in t.segments][-3:] == ["action", "observation", "action"]
@@ -231,7 +232,7 @@ def test_consecutive_tool_errors_end_the_episode(error):
         raise ValueError("no")
 
     world = RecordingWorld(tools=[echo, tool_of(fails, "fails")])
-    t = play(scripted([error] * 9), world, EpisodeLimits(max_turns=9, max_tool_errors=3))
+    t = play(scripted([error] * 9), world, RolloutConfig(max_turns=9, max_tool_errors=3))
     assert t.stop_reason is StopReason.TOOL_ERRORS
     assert len(t.outcomes) == 3
     assert rollout_metrics([Group(make_task(), (t,))])["tools/error_rate"] == 1.0
@@ -239,13 +240,13 @@ def test_consecutive_tool_errors_end_the_episode(error):
 
 def test_successful_call_resets_the_error_streak():
     lines = [BAD, UNKNOWN, SEARCH, BAD, UNKNOWN, SEARCH, BAD, WRONG, RAISES, "Paris"]
-    t = play(scripted(lines), limits=EpisodeLimits(max_turns=20, max_tool_errors=3))
+    t = play(scripted(lines), limits=RolloutConfig(max_turns=20, max_tool_errors=3))
     assert t.stop_reason is StopReason.TOOL_ERRORS
     assert t.num_turns == 9
 
 
 def test_each_error_of_a_turn_counts_towards_the_streak():
-    limits = EpisodeLimits(max_tool_errors=3)
+    limits = RolloutConfig(max_tool_errors=3)
     assert play(scripted([BAD * 3, "Paris"]), limits=limits).stop_reason is StopReason.TOOL_ERRORS
     mixed = [SEARCH + UNKNOWN * 2, SEARCH + WRONG, "Paris"]
     assert play(scripted(mixed), limits=limits).stop_reason is StopReason.ANSWERED
@@ -261,7 +262,7 @@ def test_every_status_of_a_call_is_a_metric():
 
     world = RecordingWorld(tools=[echo, tool_of(fails, "fails"), tool_of(hangs, "hangs", timeout_s=0.02)])
     turn = SEARCH + UNKNOWN + WRONG + RAISES + call("hangs") + BAD
-    t = play(scripted([turn, "Paris"]), world, EpisodeLimits(max_tool_errors=9))
+    t = play(scripted([turn, "Paris"]), world, RolloutConfig(max_tool_errors=9))
     assert sorted(statuses(t)) == sorted(ToolStatus)
     assert t.stop_reason is StopReason.ANSWERED
     metrics = rollout_metrics([Group(make_task(), (t,))])
@@ -315,7 +316,7 @@ def test_environment_exception_is_reported_with_its_type_and_message(what, error
 
 @pytest.mark.parametrize("what", ["start", "step", "close"])
 def test_hanging_environment_fails_after_its_time_limit(what):
-    failure = breaks({what: hang}, limits=EpisodeLimits(environment_timeout_s=1))
+    failure = breaks({what: hang}, limits=RolloutConfig(environment_timeout_s=1))
     assert str(failure).startswith(f"The environment's {what} took longer than 1 s.")
     assert "rollout.environment_timeout_s" in failure.hint
 
@@ -401,7 +402,7 @@ def test_cancelling_closes_environment_and_conversation(what):
 
     async def cancel():
         env = world.environment(make_task())
-        running = asyncio.create_task(run_episode(make_task(), 0, env, make_chat(engine), EpisodeLimits()))
+        running = asyncio.create_task(run_episode(make_task(), 0, env, make_chat(engine), RolloutConfig()))
         await until(lambda: engine.requests if what == "act" else what in env.events)
         running.cancel()
         await running
@@ -413,7 +414,9 @@ def test_cancelling_closes_environment_and_conversation(what):
 
 
 def test_time_limit_keeps_the_segments_recorded_so_far():
-    t = play(scripted([SEARCH] * 9, faults=Faults(hang_at={2})), limits=EpisodeLimits(max_turns=9, timeout_s=2.0))
+    t = play(
+        scripted([SEARCH] * 9, faults=Faults(hang_at={2})), limits=RolloutConfig(max_turns=9, episode_timeout_s=2.0)
+    )
     assert t.stop_reason is StopReason.TIMEOUT
     assert [s.kind for s in t.segments] == ["prompt", "action", "observation", "action", "observation"]
 
@@ -464,7 +467,7 @@ class Loop:
         world = RecordingWorld(limits=ToolLimits(max_output=200))
         conversation = make_chat(scripted(script), max_tokens=700, max_new_tokens=200)
         env = world.environment(None)
-        limits = EpisodeLimits(max_turns=max_turns)
+        limits = RolloutConfig(max_turns=max_turns)
         return self.runner.run(run_episode(make_task(), 0, env, conversation, limits))
 
     def step(self, action):

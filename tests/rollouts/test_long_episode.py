@@ -8,9 +8,10 @@ import json
 import pytest
 
 from ludus.chat.parse_json import JSON_STYLE
+from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
-from ludus.rollouts.episode import EngineChatSession, EpisodeLimits, run_episode
+from ludus.rollouts.episode import EngineChatSession, run_episode
 from ludus.tools.base import tool
 from ludus.types import Guide, SamplingParams, StopReason
 from small_worlds import RecordingWorld, make_task, renderer, tokenizer
@@ -65,7 +66,7 @@ def test_episode_of_250_calls_and_64k_tokens_completes_with_prefix_caching():
         params = SamplingParams(max_new_tokens=200, guide=calls_a_page())
         conversation = EngineChatSession(engine, renderer(), params, CONTEXT, "long", seed=1)
         task = make_task()
-        limits = EpisodeLimits(max_turns=CALLS)
+        limits = RolloutConfig(max_turns=CALLS)
         trajectory = await run_episode(task, 0, world.environment(task), conversation, limits)
         stats = engine.stats()
         tokens = [token for segment in trajectory.segments for token in segment.tokens]

@@ -18,7 +18,7 @@ from ludus.engines.embedded.engine import LocalEngine
 from ludus.errors import ConfigError
 from ludus.rollouts.partial import PartialRollouts, StepBudget
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
-from ludus.rollouts.scheduler import SchedulerLimits, episode_name
+from ludus.rollouts.scheduler import episode_name
 from ludus.training.rl.validate import check_partial, unused_settings
 from ludus.training.run.run_dir import write_manifest
 from ludus.types import SamplingParams
@@ -68,7 +68,7 @@ def test_a_free_slot_starts_a_pending_episode_while_others_run():
     requests, search = make_requests(4, step=1), call("echo", text="Paris")
     texts = {episode_name(request.key): ["Paris"] for request in requests}
     texts[episode_name(requests[0].key)] = [search] * 6 + ["Paris"]
-    scheduler = make_scheduler(scripted(texts), RecordingWorld(), SchedulerLimits(concurrency=2))
+    scheduler = make_scheduler(scripted(texts), RecordingWorld(), concurrency=2)
     ended = []
     rollouts = PartialRollouts(scheduler, StepBudget(), on_done=lambda episode: ended.append(episode.task.id))
     rollouts.begin_step(1, last=False)

@@ -14,13 +14,11 @@ from ludus.diagnostics.metrics import rollout_metrics
 from ludus.engines.base import Request
 from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError, WorldError
-from ludus.rollouts.episode import EpisodeLimits
 from ludus.rollouts.ledger import Ledger, RolloutOutcome
 from ludus.rollouts.scheduler import (
     FailureBudget,
     LockstepEngine,
     SamplingPlan,
-    SchedulerLimits,
     engine_scheduler,
     episode_name,
     episodes_at_once,
@@ -88,7 +86,7 @@ def account_of(scheduler, episodes, step=0):
 
 def test_episodes_are_returned_in_request_order():
     requests = make_requests(12, samples=2)
-    scheduler = make_scheduler(scripted(answers), RecordingWorld(hooks=naps()), SchedulerLimits(concurrency=5))
+    scheduler = make_scheduler(scripted(answers), RecordingWorld(hooks=naps()), concurrency=5)
     ended = []
     episodes = run(scheduler, requests, on_done=ended.append)
     assert [e.key for e in episodes] == [request.key for request in requests]
@@ -108,7 +106,7 @@ def test_episodes_in_flight_reach_but_never_exceed_the_limit(concurrency):
         most = max(most, len(world.open))
 
     world.hooks["step"] = watch
-    run(make_scheduler(scripted(answers), world, SchedulerLimits(concurrency)), make_requests(10))
+    run(make_scheduler(scripted(answers), world, concurrency=concurrency), make_requests(10))
     assert most == min(concurrency, 10)
     assert world.open == []
 
@@ -127,7 +125,7 @@ def test_next_job_starts_as_soon_as_one_ends():
             everyone_else.set()
 
     world = RecordingWorld(hooks={"step": wait})
-    run(make_scheduler(scripted(answers), world, SchedulerLimits(concurrency=2)), make_requests(6), note)
+    run(make_scheduler(scripted(answers), world, concurrency=2), make_requests(6), note)
     assert done == ["t001", "t002", "t003", "t004", "t005", "t000"]
 
 
@@ -158,7 +156,7 @@ def test_a_failed_episode_is_retried_in_a_new_environment_with_the_same_seed():
 @pytest.mark.parametrize("what", ["start", "step", "close"])
 def test_failed_environment_is_replaced_and_the_episode_retried(what):
     world = RecordingWorld(hooks=unstable(lambda number: number < 2, what=what))
-    scheduler = make_scheduler(scripted(answers), world, SchedulerLimits(retries=2))
+    scheduler = make_scheduler(scripted(answers), world, retries=2)
     (episode,) = run(scheduler, make_requests(1))
     assert (episode.trajectory.answer, episode.key.attempt) == ("Paris", 2)
     assert world.open == []
@@ -202,7 +200,7 @@ def test_model_errors_are_not_retried():
 def test_permanently_failing_job_is_returned_as_failed():
     broken = unstable(lambda number: number < 3)
     scheduler = make_scheduler(
-        scripted(answers), RecordingWorld(hooks=broken), SchedulerLimits(concurrency=1, retries=2, max_failure_rate=0.5)
+        scripted(answers), RecordingWorld(hooks=broken), concurrency=1, retries=2, max_failure_rate=0.5
     )
     requests = make_requests(2)
     failed, fine = run(scheduler, requests)
@@ -228,7 +226,7 @@ def test_permanently_failing_job_is_returned_as_failed():
 def test_too_many_failures_end_the_run(rate, num_broken, aborts):
     num_requests = 100 if rate == 0.29 else 10
     world = RecordingWorld(hooks=unstable(lambda number: number < num_broken))
-    scheduler = make_scheduler(scripted(answers), world, SchedulerLimits(1, 0, rate))
+    scheduler = make_scheduler(scripted(answers), world, concurrency=1, retries=0, max_failure_rate=rate)
     if not aborts:
         episodes = run(scheduler, make_requests(num_requests))
         assert sum(e.trajectory.failure is not None for e in episodes) == num_broken
@@ -246,7 +244,7 @@ def test_raised_error_is_the_first_failure_with_its_type_and_hint():
 
     world = RecordingWorld(hooks={"start": start})
     with pytest.raises(EngineError) as failure:
-        run(make_scheduler(scripted(answers), world, SchedulerLimits(1, 0, 0.1)), make_requests(10))
+        run(make_scheduler(scripted(answers), world, concurrency=1, retries=0, max_failure_rate=0.1), make_requests(10))
     assert failure.value.message.endswith("The first failure: The judge is down.")
     assert failure.value.hint == "Start it."
     assert failure.value.exit_code == EngineError.exit_code
@@ -255,7 +253,7 @@ def test_raised_error_is_the_first_failure_with_its_type_and_hint():
 def test_user_error_ends_the_run_immediately_as_a_single_error():
     world = RecordingWorld(hooks=unstable(lambda number: number >= 2, UserError("Bad task.", "Mend it.")))
     with pytest.raises(UserError, match=r"^Bad task\. Mend it\.$") as failure:
-        run(make_scheduler(scripted(answers), world, SchedulerLimits(concurrency=3)), make_requests(9))
+        run(make_scheduler(scripted(answers), world, concurrency=3), make_requests(9))
     assert not isinstance(failure.value, BaseExceptionGroup)
     assert len(world.made) <= 5
     assert world.open == []
@@ -282,7 +280,7 @@ def test_episodes_in_flight_are_closed_before_the_run_fails():
         await asyncio.Event().wait()
 
     world = RecordingWorld(hooks={"start": start, "step": hang})
-    scheduler = make_scheduler(scripted(answers), world, SchedulerLimits(5, 0, 0.0))
+    scheduler = make_scheduler(scripted(answers), world, concurrency=5, retries=0, max_failure_rate=0.0)
     with pytest.raises(WorldError, match="it broke"):
         run(scheduler, make_requests(20))
     assert len(world.made) == 5
@@ -300,7 +298,7 @@ def test_cancellation_closes_all_episodes_without_retries(lockstep, close_breaks
     engine = scripted(answers)
 
     async def cancel():
-        scheduler = make_scheduler(engine, world, SchedulerLimits(4, 9), lockstep=lockstep)
+        scheduler = make_scheduler(engine, world, concurrency=4, retries=9, lockstep=lockstep)
         running = asyncio.create_task(scheduler.run(make_requests(9)))
         await until(lambda: sum("step" in env.events for env in world.made) == 4)
         running.cancel()
@@ -371,7 +369,7 @@ def test_ledger_balances_under_random_failures(seed, lockstep):
 
     world = RecordingWorld(hooks={what: hook(what) for what in ("start", "step", "close")})
     engine = scripted([SEARCH, "Paris"], faults=Faults(fail_at=set(source.sample(range(100), 10))))
-    scheduler = make_scheduler(engine, world, SchedulerLimits(7, 2, 1.0), lockstep=lockstep)
+    scheduler = make_scheduler(engine, world, concurrency=7, retries=2, max_failure_rate=1.0, lockstep=lockstep)
     requests = make_requests(20, samples=2, step=3)
     episodes = run(scheduler, requests)
     assert [(e.key.task_id, e.key.sample) for e in episodes] == [(j.key.task_id, j.key.sample) for j in requests]
@@ -399,13 +397,13 @@ def test_triggered_wall_clock_limit_is_recorded_in_the_ledger():
             await asyncio.Event().wait()
 
     cases = [
-        (RecordingWorld(), [SEARCH, "Paris"], EpisodeLimits(), False),
-        (RecordingWorld(tools=[hangs]), [call("hangs"), "Paris"], EpisodeLimits(), True),
-        (RecordingWorld(hooks={"step": hang_once}), ["Paris"], EpisodeLimits(timeout_s=0.02), True),
-        (RecordingWorld(hooks={"start": hang_once}), ["Paris"], EpisodeLimits(environment_timeout_s=0.4), True),
+        (RecordingWorld(), [SEARCH, "Paris"], RolloutConfig(), False),
+        (RecordingWorld(tools=[hangs]), [call("hangs"), "Paris"], RolloutConfig(), True),
+        (RecordingWorld(hooks={"step": hang_once}), ["Paris"], RolloutConfig(episode_timeout_s=0.02), True),
+        (RecordingWorld(hooks={"start": hang_once}), ["Paris"], RolloutConfig(environment_timeout_s=0.4), True),
     ]
     for world, script, limits, fired in cases:
-        scheduler = make_scheduler(scripted(script), world, episodes=limits)
+        scheduler = make_scheduler(scripted(script), world, limits)
         run(scheduler, make_requests(1))
         assert total(scheduler.ledger).clock_limited is fired
 
@@ -443,7 +441,7 @@ def lockstep_run(naps_seed, *, concurrency=4, num_requests=14, faults=NO_FAULTS)
         engine.busy -= 1
 
     hooks = dict.fromkeys(("start", "step", "close"), nap)
-    limits = SchedulerLimits(concurrency, 3, 1.0)
+    limits = RolloutConfig(concurrency=concurrency, retries=3, max_failure_rate=1.0)
     scheduler = make_scheduler(engine, RecordingWorld(hooks=hooks), limits, lockstep=True)
     episodes = run(scheduler, make_requests(num_requests))
     assert not scheduler.lockstep._joined
@@ -494,7 +492,7 @@ def test_first_round_includes_all_slots_even_if_an_episode_ends_early():
     requests = make_requests(3)
     requests[0] = type(requests[0])(requests[0].key, long)
     engine = RecordingEngine(uneven)
-    scheduler = make_scheduler(engine, RecordingWorld(), SchedulerLimits(2), lockstep=True)
+    scheduler = make_scheduler(engine, RecordingWorld(), concurrency=2, lockstep=True)
     episodes = run(scheduler, requests)
     assert [e.trajectory.stop_reason for e in episodes] == [
         StopReason.PROMPT_TOO_LONG,
@@ -506,7 +504,7 @@ def test_first_round_includes_all_slots_even_if_an_episode_ends_early():
 
 def test_an_engine_error_reaches_every_episode_of_the_round():
     engine = RecordingEngine(answers, faults=Faults(fail_at={1}))
-    scheduler = make_scheduler(engine, RecordingWorld(), SchedulerLimits(5), lockstep=True)
+    scheduler = make_scheduler(engine, RecordingWorld(), concurrency=5, lockstep=True)
     episodes = run(scheduler, make_requests(5))
     assert [e.key.attempt for e in episodes] == [1] * 5
     assert [len(batch) for batch in engine.batches] == [5, 5]
@@ -524,7 +522,9 @@ class PartialEngine(RecordingEngine):
 
 
 def test_too_few_completions_fail_the_round_and_all_waiting_requests():
-    scheduler = make_scheduler(PartialEngine(), RecordingWorld(), SchedulerLimits(3, 0, 0.0), lockstep=True)
+    scheduler = make_scheduler(
+        PartialEngine(), RecordingWorld(), concurrency=3, retries=0, max_failure_rate=0.0, lockstep=True
+    )
     with pytest.raises(EngineError, match="returned 2 completions for 3 requests"):
         run(scheduler, make_requests(3))
 
@@ -532,7 +532,7 @@ def test_too_few_completions_fail_the_round_and_all_waiting_requests():
 def test_failed_run_releases_the_lockstep_engine_for_the_next_run():
     hooks = unstable(lambda number: number == 2, UserError("Stop."), "step")
     world = RecordingWorld(hooks=hooks)
-    scheduler = make_scheduler(scripted(uneven), world, SchedulerLimits(2), lockstep=True)
+    scheduler = make_scheduler(scripted(uneven), world, concurrency=2, lockstep=True)
 
     async def twice():
         with pytest.raises(UserError):
@@ -547,8 +547,8 @@ def test_an_episode_that_times_out_while_waiting_does_not_block_others():
         await asyncio.sleep(0.15 if number == 0 else 0)
 
     world = RecordingWorld(hooks={"step": slow})
-    limits = EpisodeLimits(timeout_s=0.05)
-    scheduler = make_scheduler(RecordingEngine(uneven), world, SchedulerLimits(2), lockstep=True, episodes=limits)
+    options = {"episode_timeout_s": 0.05, "concurrency": 2}
+    scheduler = make_scheduler(RecordingEngine(uneven), world, lockstep=True, **options)
     stops = [e.trajectory.stop_reason for e in run(scheduler, make_requests(2))]
     assert StopReason.TIMEOUT in stops
 
@@ -643,7 +643,7 @@ class HoldingWorld(RecordingWorld):
 @pytest.mark.parametrize("lockstep", [True, False])
 def test_open_episodes_are_limited_by_session_capacity_and_all_complete(lockstep):
     world, engine = HoldingWorld(), scripted(uneven)
-    limits = SchedulerLimits(episodes_at_once(world, 8))
+    limits = RolloutConfig(concurrency=episodes_at_once(world, 8))
     scheduler = make_scheduler(engine, world, limits, lockstep=lockstep)
     episodes = run(scheduler, make_requests(9))
     assert [e.trajectory.answer for e in episodes] == ["Paris"] * 9
@@ -652,7 +652,7 @@ def test_open_episodes_are_limited_by_session_capacity_and_all_complete(lockstep
 
 def test_episodes_started_individually_wait_for_session_capacity():
     world = HoldingWorld()
-    scheduler = make_scheduler(scripted(uneven), world, SchedulerLimits(2))
+    scheduler = make_scheduler(scripted(uneven), world, concurrency=2)
 
     async def all_at_once():
         budget = FailureBudget(9)

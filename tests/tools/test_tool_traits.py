@@ -5,12 +5,12 @@ import threading
 
 import pytest
 
+from ludus.config.sections.rollout import RolloutConfig
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.diagnostics.timings import StepTimings
 from ludus.envs.tool_env import ToolExecutor, ToolLimits
 from ludus.errors import EngineError, ToolFault, UserError, WorldError
 from ludus.rollouts.ledger import RolloutOutcome
-from ludus.rollouts.scheduler import SchedulerLimits
 from ludus.tools.base import Traits, tool
 from ludus.types import Action, Group, Message, ToolCall, ToolStatus
 from small_worlds import RecordingWorld, make_requests, make_scheduler, make_task, play, scripted, tool_of
@@ -111,7 +111,7 @@ def test_retry_counts_towards_the_deadline_of_the_call():
 def test_episode_with_tool_fault_is_retried_in_a_new_environment():
     failing = FlakyTool(2)
     world = RecordingWorld(tools=(failing.tool(),))
-    scheduler = make_scheduler(scripted([write("it"), "Paris"]), world, SchedulerLimits(retries=2))
+    scheduler = make_scheduler(scripted([write("it"), "Paris"]), world, retries=2)
     (episode,) = asyncio.run(scheduler.run(make_requests(1)))
     assert (failing.called, episode.key.attempt, episode.trajectory.answer) == (3, 2, "Paris")
     scheduler.ledger.finish(episode.key, RolloutOutcome.TRAINED, "used")
@@ -123,7 +123,7 @@ def test_episode_with_tool_fault_is_retried_in_a_new_environment():
 
 def test_episode_with_permanent_tool_fault_fails_without_rewards():
     world = RecordingWorld(tools=(FlakyTool(99).tool(),))
-    limits = SchedulerLimits(retries=1, max_failure_rate=1.0)
+    limits = RolloutConfig(retries=1, max_failure_rate=1.0)
     (episode,) = asyncio.run(make_scheduler(scripted([write("it"), "Paris"]), world, limits).run(make_requests(1)))
     failure = episode.trajectory.failure
     assert (failure.part, failure.attempts) == ("tool", 2)

@@ -4,11 +4,12 @@ import asyncio
 
 import pytest
 
+from ludus.config.sections.rollout import RolloutConfig
 from ludus.envs.base import World
 from ludus.envs.tool_env import ToolEnv, ToolExecutor, ToolLimits
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
-from ludus.rollouts.episode import EpisodeLimits, run_episode
+from ludus.rollouts.episode import run_episode
 from ludus.sandbox import Limits, NamespacesSandbox, SandboxSettings
 from ludus.tools.base import Traits, submit_tool, tool
 from ludus.tools.calculator import calculator_tool
@@ -306,7 +307,7 @@ def test_waiting_for_a_sandbox_slot_does_not_count_as_timeout():
 
         await sandbox.warm(2)
         rewards = (Reward("right", is_right, outcome=True),)
-        limits = EpisodeLimits(max_turns=2, environment_timeout_s=3)
+        limits = RolloutConfig(max_turns=2, environment_timeout_s=3)
         before = [asyncio.create_task(sandbox.run("import time; time.sleep(3.5)")) for _ in range(2)]
 
         async def episode(number):

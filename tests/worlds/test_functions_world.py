@@ -28,7 +28,7 @@ from ludus.recipes import recipe_folder
 from ludus.rewards.base import check_rewards, score, success
 from ludus.rewards.paper_rewards import ExpectedCall, tool_correctness, toolrl
 from ludus.rewards.registry import PUBLISHED
-from ludus.rollouts.episode import EpisodeLimits, run_episode
+from ludus.rollouts.episode import run_episode
 from ludus.tools.base import ArgumentError
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.functions.catalogue import DomainState, Scene, catalogue, vocabulary
@@ -396,7 +396,7 @@ class Player:
 def play_all(world, tasks, scripts):
     """Each script in the real environment."""
     players = [Player([m for m in script if m["role"] == "assistant"]) for script in scripts]
-    limits = EpisodeLimits(max_turns=12)
+    limits = RolloutConfig(max_turns=12)
 
     async def everyone():
         return [

@@ -23,7 +23,7 @@ from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import check_rewards, success
 from ludus.rewards.exact_match import ExpectedAnswers, matches, normalise
-from ludus.rollouts.episode import EpisodeLimits, run_episode
+from ludus.rollouts.episode import run_episode
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.search.questions import SPLITS, WEIGHTS, all_hops, all_questions, passage_values
 from ludus.worlds.search.world import SYSTEM, SearchFlaws, SearchSettings, SearchSolver, SearchWorld, make_search_world
@@ -319,7 +319,7 @@ class Player(Agent):
 
 def play_all(world, tasks, agents):
     """Each agent plays its task in the real environment, a hundred at a time."""
-    limits = EpisodeLimits(max_turns=12)
+    limits = RolloutConfig(max_turns=12)
 
     async def one(task, agent):
         return await run_episode(task, 0, world.environment(task), agent, limits)

@@ -28,7 +28,7 @@ from ludus.errors import ConfigError, UserError
 from ludus.evaluation import scripted_agents as scripted
 from ludus.recipes import recipe_folder
 from ludus.rewards.base import check_rewards, success
-from ludus.rollouts.episode import EpisodeLimits, run_episode
+from ludus.rollouts.episode import run_episode
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.sql import questions as data
 from ludus.worlds.sql.grader import is_right, make_truth, paraphrases, returns_rows
@@ -351,7 +351,7 @@ class Player:
 
 def play(world, tasks, players):
     async def everyone():
-        limits = EpisodeLimits(max_turns=8)
+        limits = RolloutConfig(max_turns=8)
         pairs = zip(tasks, players, strict=True)
         return [await run_episode(task, 0, world.environment(task), who, limits) for task, who in pairs]
 

@@ -23,6 +23,7 @@ from generators.swe.snippets import Snippet, SnippetOutcome, snippets_of
 from container_engine import put_engine
 from ludus.cli.main import main
 from ludus.config import config_from_toml
+from ludus.config.sections.rollout import RolloutConfig
 from ludus.envs.git_objects import git_folder
 from ludus.envs.registry import build_world
 from ludus.envs.sources import fetch, require
@@ -31,7 +32,7 @@ from ludus.errors import ConfigError, UserError
 from ludus.evaluation.env_audit import CheckPlan, check_world
 from ludus.evaluation.scripted_agents import ScriptedChatSession, actions_of, call_action
 from ludus.recipes import recipe_folder
-from ludus.rollouts.episode import EpisodeLimits, run_episode
+from ludus.rollouts.episode import run_episode
 from ludus.sandbox.base import Snapshot
 from ludus.tools.files import patched_files, read_patch, unified_diff
 from ludus.worlds.swe.grader import CONTROL, grade, leak_tests
@@ -615,7 +616,7 @@ def play(world, task, actions):
 
     async def work():
         environment = world.environment(task)
-        trajectory = await run_episode(task, 0, environment, ScriptedChatSession(actions), EpisodeLimits(max_turns=12))
+        trajectory = await run_episode(task, 0, environment, ScriptedChatSession(actions), RolloutConfig(max_turns=12))
         await world.close()
         return trajectory
 
@@ -695,7 +696,7 @@ def test_a_scripted_agent_repairs_with_the_shell_and_the_tools(catalogue):
 
 def test_world_rewards_the_oracle_and_no_cheat(catalogue):
     world = make(catalogue)
-    report = check_world(world, CheckPlan(num_tasks=1, limits=EpisodeLimits(max_turns=12)))
+    report = check_world(world, CheckPlan(num_tasks=1, limits=RolloutConfig(max_turns=12)))
     assert report.problems == []
     assert report.shaped == {}
     rows = {row.agent.name: row for row in report.rows}

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 from typing import Literal
 
+from ludus.config.sections.rollout import RolloutConfig
 from ludus.envs.base import Environment, World, check_tasks
 from ludus.errors import ConfigError, LudusError, UserError, WorldError
 from ludus.evaluation.scripted_agents import (
@@ -27,7 +28,7 @@ from ludus.evaluation.scripted_agents import (
 )
 from ludus.evaluation.stats import wilson
 from ludus.rewards.base import success
-from ludus.rollouts.episode import EpisodeLimits, fresh_environment, run_unscored
+from ludus.rollouts.episode import fresh_environment, run_unscored
 from ludus.rollouts.reward_executor import RewardExecutor, RewardTimeout, ThreadRewardExecutor
 from ludus.types import Action, StopReason, Task, Trajectory
 
@@ -69,7 +70,7 @@ class CheckPlan:
     num_tasks: int = 50
     seed: int = 0
     concurrency: int = 8
-    limits: EpisodeLimits = field(default_factory=EpisodeLimits)
+    limits: RolloutConfig = field(default_factory=RolloutConfig)
     scoring: RewardExecutor = field(default_factory=ThreadRewardExecutor, repr=False, compare=False)
     watch: AuditProgress = field(default_factory=AuditProgress, repr=False, compare=False)
 

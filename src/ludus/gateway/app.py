@@ -10,9 +10,11 @@ from __future__ import annotations
 import asyncio
 import math
 import secrets
+import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
 from functools import partial
+from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
 
@@ -188,31 +190,17 @@ async def _error(_: Request, error: Exception) -> Response:
 
 def prometheus_text(service: CompletionService) -> str:
     """Return counters and gauges in text format 0.0.4."""
-    stats = service.engine.stats()
-    counters = {
-        "requests_total": ("Choices requested.", service.num_requests),
-        "passes_total": ("Forward passes.", stats.steps),
-        "prefill_tokens_total": ("Tokens computed as context.", stats.prefill_tokens),
-        "cached_tokens_total": ("Context tokens read from the cache.", stats.cached_tokens),
-        "decode_tokens_total": ("Tokens sampled.", stats.decode_tokens),
-        "recomputed_tokens_total": ("Tokens recomputed after weight updates.", stats.recomputed_tokens),
-        "batch_tokens_total": ("Tokens of all passes.", stats.batch_tokens),
-        "evicted_pages_total": ("Evicted cache pages.", stats.evicted_pages),
-        "model_seconds_total": ("Seconds in forward passes.", stats.model_s),
-        "sample_seconds_total": ("Seconds in sampling.", stats.sample_s),
-        "running_sum_total": ("Running requests, summed over the passes.", stats.running_steps),
-        "waiting_sum_total": ("Waiting requests, summed over the passes.", stats.queue_steps),
-        "schedule_seconds_total": ("Seconds in the rest of the passes.", stats.schedule_s),
-    }
-    gauges = {
-        "choices_under_way": ("Waiting and running choices.", service.num_under_way),
-        "paused": ("1 while paused.", int(service.is_paused)),
-        "weight_version": ("Version of the current weights.", service.engine.version),
+    values = {
+        "requests": service.num_requests,
+        "under_way": service.num_under_way,
+        "paused": int(service.is_paused),
+        "version": service.engine.version,
+        **asdict(service.engine.stats()),
     }
     return "".join(
-        f"# HELP ludus_{name} {description}\n# TYPE ludus_{name} {kind}\nludus_{name} {value}\n"
-        for kind, family in (("counter", counters), ("gauge", gauges))
-        for name, (description, value) in family.items()
+        f"# HELP ludus_{name} {description}\n# TYPE ludus_{name} {kind}\nludus_{name} {values[source]}\n"
+        for kind, family in tomllib.loads((files(__package__) / "metrics.toml").read_text("utf-8")).items()
+        for name, (source, description) in family.items()
     )
 
 
@@ -229,11 +217,11 @@ def read_weights(path: str) -> dict[str, torch.Tensor]:
     root = Path(path)
     found: dict[str, torch.Tensor] = {}
     try:
-        files = sorted(root.glob("*.safetensors")) if root.is_dir() else [root]
-        if not files or not files[0].is_file():
+        shards = sorted(root.glob("*.safetensors")) if root.is_dir() else [root]
+        if not shards or not shards[0].is_file():
             raise BadRequest(f"No safetensors files at {path}.")
-        for file in files:
-            found |= load_file(file)
+        for shard in shards:
+            found |= load_file(shard)
     except (OSError, SafetensorError) as error:
         raise BadRequest(f"{path} cannot be read: {error}.") from error
     return found

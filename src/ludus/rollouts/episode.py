@@ -20,6 +20,7 @@ from functools import partial
 from typing import Protocol, TypeVar
 
 from ludus.chat.render import Renderer
+from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import ContinuesActions, Request, seed_for
 from ludus.envs.base import Environment, World
 from ludus.envs.tool_env import describe_error
@@ -50,20 +51,6 @@ EPISODE_TIMEOUT: ContextVar[PausableTimeout | None] = ContextVar("ludus-episode-
 _NOT_RENDERED = "The environment's messages cannot be rendered:"
 
 
-@dataclass(frozen=True, slots=True)
-class EpisodeLimits:
-    """Limits of one episode: turns, consecutive tool errors, and seconds (None: no wall-clock limit).
-
-    `environment_timeout_s` bounds each call of the environment, without waits for a sandbox session, unless it blocks
-    the event loop or ignores cancellation.
-    """
-
-    max_turns: int = 6
-    max_tool_errors: int = 3
-    timeout_s: float | None = None
-    environment_timeout_s: float = 120.0
-
-
 def is_being_cancelled() -> bool:
     """Return whether the running task was cancelled from outside."""
     task = asyncio.current_task()
@@ -89,7 +76,7 @@ def fresh_environment(world: World, task: Task) -> Environment:
 
 
 async def run_episode(
-    task: Task, sample: int, environment: Environment, chat: ChatSession, limits: EpisodeLimits
+    task: Task, sample: int, environment: Environment, chat: ChatSession, limits: RolloutConfig
 ) -> Trajectory:
     """Run one episode to its end and score it."""
     trajectory = await run_unscored(task, sample, environment, chat, limits)
@@ -97,7 +84,7 @@ async def run_episode(
 
 
 async def run_unscored(
-    task: Task, sample: int, environment: Environment, chat: ChatSession, limits: EpisodeLimits
+    task: Task, sample: int, environment: Environment, chat: ChatSession, limits: RolloutConfig
 ) -> Trajectory:
     """Run one episode to its end without scoring, except for turn rewards."""
     run = _EpisodeRun(task, environment, chat, limits)
@@ -135,7 +122,7 @@ class _EpisodeRun:
     task: Task
     environment: Environment
     chat: ChatSession
-    limits: EpisodeLimits
+    limits: RolloutConfig
     messages: list[Message] = field(default_factory=list)
     outcomes: list[ToolOutcome] = field(default_factory=list)
     turn_rewards: list[float | None] = field(default_factory=list)
@@ -147,7 +134,7 @@ class _EpisodeRun:
 
     async def within_timeout(self) -> StopReason:
         try:
-            async with asyncio.timeout(self.limits.timeout_s) as deadline:
+            async with asyncio.timeout(self.limits.episode_timeout_s) as deadline:
                 timeout = PausableTimeout(deadline)
                 token = EPISODE_TIMEOUT.set(timeout)
                 try:
@@ -227,7 +214,11 @@ class _EpisodeRun:
         return hashlib.blake2b(state.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 
     async def _call(self, what: str, call: Callable[[], Awaitable[T]], expected: type[T]) -> T:
-        """Call the environment; its errors become WorldError with the original message."""
+        """Call the environment; its errors become WorldError with the original message.
+
+        `environment_timeout_s` excludes waits for a sandbox session. A call that blocks the event loop or ignores
+        cancellation is not stopped.
+        """
         timeout_s = self.limits.environment_timeout_s
         try:
             async with call_timeout(timeout_s) as deadline:

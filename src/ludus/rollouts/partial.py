@@ -216,7 +216,7 @@ class PartialRollouts:
 
     def _start_pending(self) -> None:
         """Start pending episodes, oldest first, while slots are free and the grant is not empty."""
-        while self._pending and len(self._open) < self.scheduler.limits.concurrency:
+        while self._pending and len(self._open) < self.scheduler.rollout.concurrency:
             number, index = self._pending[0]
             grant = self._grant_of(number)
             if grant.tokens == 0 or grant.is_over:

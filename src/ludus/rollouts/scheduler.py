@@ -23,7 +23,6 @@ from ludus.rewards.base import check_scored_elsewhere
 from ludus.rollouts.episode import (
     ChatSession,
     EngineChatSession,
-    EpisodeLimits,
     RestoreError,
     fresh_environment,
     is_being_cancelled,
@@ -125,15 +124,6 @@ class Episode:
     greedy: bool = False
 
 
-@dataclass(frozen=True, slots=True)
-class SchedulerLimits:
-    """Concurrency, retries, and the fraction of requests that may fail permanently."""
-
-    concurrency: int = 128
-    retries: int = 2
-    max_failure_rate: float = 0.2
-
-
 ChatSessionFactory = Callable[[RolloutRequest], ChatSession]
 """Callable that builds the chat session of an attempt; its lockstep name is `episode_name(request.key)`."""
 
@@ -176,23 +166,27 @@ class FailureBudget:
 class Scheduler:
     """Run rollout requests. `lockstep`, if set, is the engine of the chat sessions.
 
-    `limits_of`, if set, replaces `episode_limits` for a task. `remote`, if set, runs the attempts; ledger and
+    `limits_of` returns the settings of a task (None: `rollout_for`). `remote`, if set, runs the attempts; ledger and
     retries stay in this process. `scoring` computes the rewards, unless `scores` is off. If `branch` is set, episodes
     that are not greedy are sampled as trees.
     """
 
     world: World
     make_chat: ChatSessionFactory
-    episode_limits: EpisodeLimits
-    limits: SchedulerLimits
+    rollout: RolloutConfig
     ledger: Ledger
     lockstep: LockstepEngine | None = None
-    limits_of: Callable[[Task], EpisodeLimits] | None = None
+    limits_of: Callable[[Task], RolloutConfig] | None = None
     remote: Attempt | None = None
     scores: bool = True
     scoring: RewardExecutor = field(default_factory=ThreadRewardExecutor)
     branch: BranchConfig | None = None
     _slots: asyncio.Semaphore | None = field(default=None, init=False)
+
+    def capped(self, concurrency: int) -> Scheduler:
+        """Return this scheduler with at most `concurrency` episodes at once."""
+        least = min(self.rollout.concurrency, concurrency)
+        return replace(self, rollout=self.rollout.model_copy(update={"concurrency": least}))
 
     async def run(
         self, requests: Sequence[RolloutRequest], on_done: Callable[[Episode], None] | None = None
@@ -223,7 +217,7 @@ class Scheduler:
                     on_done(episode)
                 taken = next_request(episode_name(episode.key))
 
-        first = [next_request(None) for _ in range(min(self.limits.concurrency, len(requests)))]
+        first = [next_request(None) for _ in range(min(self.rollout.concurrency, len(requests)))]
         try:
             async with asyncio.TaskGroup() as group:
                 for taken in first:
@@ -242,7 +236,7 @@ class Scheduler:
 
         `on_retry` receives the names of the failed and the next attempt. A cancelled attempt is dropped in the ledger.
         """
-        last = planned = request.key.attempt + self.limits.retries
+        last = planned = request.key.attempt + self.rollout.retries
         while True:
             self.ledger.start(request.key)
             try:
@@ -265,7 +259,7 @@ class Scheduler:
                 if is_being_cancelled():
                     raise asyncio.CancelledError from error
                 if request.key.attempt >= last:
-                    budget.add(error, self.limits.max_failure_rate)
+                    budget.add(error, self.rollout.max_failure_rate)
                     failure, tags = Failure(error.part, str(error), request.key.attempt + 1), dict(request.task.tags)
                     identity = (request.task.id, request.key.sample)
                     empty = Trajectory(*identity, (), (), StopReason.FAILED, failure=failure, tags=tags)
@@ -279,7 +273,7 @@ class Scheduler:
         """Run one attempt in this process, in a fresh environment, without ledger."""
         # `run` never exceeds the limit: in lockstep, an episode that waits for a slot would block the round
         if self.world.episodes_at_once is not None and self._slots is None:
-            self._slots = asyncio.Semaphore(self.limits.concurrency)
+            self._slots = asyncio.Semaphore(self.rollout.concurrency)
         async with self._slots or nullcontext():
             if self.branch is None or request.greedy:
                 return await self._run_path(request, (), 0)
@@ -292,7 +286,7 @@ class Scheduler:
             assert isinstance(session, EngineChatSession)
             session = replace(session, recorded=recorded, seed=seed_for(session.seed, "branch", number))
         environment = fresh_environment(self.world, request.task)
-        limits = self.episode_limits if self.limits_of is None else self.limits_of(request.task)
+        limits = self.limits_of(request.task) if self.limits_of else rollout_for(self.world, self.rollout, request.task)
         trajectory = await run_unscored(request.task, request.key.sample, environment, session, limits)
         if self.scores:
             begin = time.perf_counter()
@@ -326,12 +320,6 @@ def sampling_params(rollout: RolloutConfig, temperature: float) -> SamplingParam
         min_p=rollout.min_p,
         max_new_tokens=rollout.max_tokens_per_turn,
     )
-
-
-def episode_limits(rollout: RolloutConfig) -> EpisodeLimits:
-    """Return the limits of an episode."""
-    timeouts = (rollout.episode_timeout_s, rollout.environment_timeout_s)
-    return EpisodeLimits(rollout.max_turns, rollout.max_tool_errors, *timeouts)
 
 
 def rollout_for(world: World, rollout: RolloutConfig, task: Task) -> RolloutConfig:
@@ -373,12 +361,5 @@ def engine_scheduler(
 
 
 def scheduler(world: World, make_chat: ChatSessionFactory, rollout: RolloutConfig, ledger: Ledger) -> Scheduler:
-    """Return a scheduler with the configured limits, for any kind of chat session."""
-    return Scheduler(
-        world=world,
-        make_chat=make_chat,
-        episode_limits=episode_limits(rollout),
-        limits=SchedulerLimits(episodes_at_once(world, rollout.concurrency), rollout.retries, rollout.max_failure_rate),
-        ledger=ledger,
-        limits_of=lambda task: episode_limits(rollout_for(world, rollout, task)),
-    )
+    """Return a scheduler for any kind of chat session, with at most as many episodes as the sandbox has sessions."""
+    return Scheduler(world, make_chat, rollout, ledger).capped(episodes_at_once(world, rollout.concurrency))

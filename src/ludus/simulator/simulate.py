@@ -17,12 +17,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import pairwise
 
+from ludus.config.sections.rollout import RolloutConfig
 from ludus.envs.base import Environment, World
 from ludus.rewards.base import Reward
-from ludus.rollouts.episode import EpisodeLimits
 from ludus.rollouts.group_queue import GroupQueue
 from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
-from ludus.rollouts.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler, SchedulerLimits
+from ludus.rollouts.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler
 from ludus.rollouts.stream_control import (
     INITIAL_STEPS,
     ConcurrencyController,
@@ -252,8 +252,7 @@ class _Simulation:
         self.scheduler = Scheduler(
             world=world,
             make_chat=partial(world.make_chat, self.pool),
-            episode_limits=EpisodeLimits(max_turns=10**9, environment_timeout_s=_NO_LIMIT_S),
-            limits=SchedulerLimits(layout.max_in_flight),
+            rollout=RolloutConfig(max_turns=10**9, environment_timeout_s=_NO_LIMIT_S, concurrency=layout.max_in_flight),
             ledger=self.ledger,
             scores=False,  # code in virtual time cannot wait for threads
         )

@@ -24,7 +24,7 @@ from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of
 from ludus.rewards.base import truth_of
 from ludus.rollouts.ledger import Ledger, RolloutKey
 from ludus.rollouts.rollout_files import read_rollouts
-from ludus.rollouts.scheduler import Episode, episode_limits
+from ludus.rollouts.scheduler import Episode
 from ludus.training.collection.demonstrations import Demonstrations, make_demonstrations
 from ludus.training.credit.advantages import EXPERT, assign_credit, record_outcomes, training_rows
 from ludus.training.rl.build import train
@@ -171,7 +171,7 @@ def test_expert_trajectory_equals_the_oracle_episode(session, name):
     oracle = Agent(
         "oracle", AgentKind.ORACLE, "", lambda task, _: actions_of(shown[task.id].messages[len(task.prompt) :])
     )
-    plan = CheckPlan(limits=episode_limits(own.config.rollout))
+    plan = CheckPlan(limits=own.config.rollout)
 
     async def both():
         found = await joined_by(own, make_demonstrations(own, PRESETS["mixed_policy"]), tasks)

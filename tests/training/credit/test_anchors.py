@@ -11,9 +11,10 @@ import torch
 from ludus.algorithms import advantages
 from ludus.algorithms.algorithm import PartOptions
 from ludus.algorithms.spec.resolve import PRESETS
+from ludus.config.sections.rollout import RolloutConfig
 from ludus.envs.base import Environment
 from ludus.errors import WorldError
-from ludus.rollouts.episode import EpisodeLimits, run_episode
+from ludus.rollouts.episode import run_episode
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.training.credit.advantages import assign_credit
 from ludus.types import Action, Message, Segment, StepResult, Task
@@ -79,7 +80,7 @@ class ConstantPolicy:
 
 
 def anchors_of(environment):
-    return asyncio.run(run_episode(TASK, 0, environment, ConstantPolicy(), EpisodeLimits())).anchors
+    return asyncio.run(run_episode(TASK, 0, environment, ConstantPolicy(), RolloutConfig())).anchors
 
 
 def test_anchors_use_the_state_key_of_the_environment():

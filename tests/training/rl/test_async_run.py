@@ -18,13 +18,14 @@ from ludus.algorithms.spec.resolve import PRESETS, algorithm_of
 from ludus.cli.ui.progress import format_idle
 from ludus.config.load import load_config
 from ludus.config.schema import Config
+from ludus.config.sections.rollout import RolloutConfig
 from ludus.config.sections.training import StalenessConfig
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import StorageError, WorldError
 from ludus.rewards.registry import NAMED, RegisteredReward
 from ludus.rollouts.ledger import AccountingError, Ledger, RolloutKey, RolloutOutcome
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
-from ludus.rollouts.scheduler import Episode, SchedulerLimits
+from ludus.rollouts.scheduler import Episode
 from ludus.training.collection.filters import ESS, ess_guard, ess_warning, mask_over_age, staleness_metrics
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import TrainingSample, training_rows
@@ -661,7 +662,7 @@ def test_failure_rate_counts_all_episodes_started_since_the_last_batch(every, st
         if number % every == 0:
             raise RuntimeError("it broke")
 
-    world, limits = RecordingWorld(hooks={"start": breaks}), SchedulerLimits(retries=0, max_failure_rate=0.2)
+    world, limits = RecordingWorld(hooks={"start": breaks}), RolloutConfig(retries=0, max_failure_rate=0.2)
     scheduler = make_scheduler(scripted(["Paris"]), world, limits)
     player = StreamRunner(RolloutCollector(None, None, PRESETS["grpo"], None, scheduler.ledger), scheduler, 10)
 

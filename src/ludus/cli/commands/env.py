@@ -27,7 +27,6 @@ from ludus.evaluation.verifier_report import problems_in, scorecard
 from ludus.recipes import list_recipes
 from ludus.rewards.registry import added_parts, check_task_fits, has_extra_rewards
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
-from ludus.rollouts.scheduler import episode_limits
 
 
 class AuditBar(PhaseBar, AuditProgress):
@@ -83,8 +82,8 @@ def _process_world(args: argparse.Namespace, console: Console, world: World, con
         print_text(console, f"The world {world.name!r} is ready.")
         return
     num = args.tasks if args.act == "check" else 1
-    limits, scoring = episode_limits(config.rollout), ProcessRewardExecutor.of(config)
-    plan = CheckPlan(args.split, num, args.seed, limits=limits, scoring=scoring)
+    scoring = ProcessRewardExecutor.of(config)
+    plan = CheckPlan(args.split, num, args.seed, limits=config.rollout, scoring=scoring)
     if args.act == "show":
         show(console, check_world(world, plan), config, scoring)
         _print_difficulty(console, world)

@@ -13,6 +13,7 @@ from dataclasses import dataclass, replace
 
 from ludus.chat.parse_json import THINK_CLOSE, THINK_OPEN
 from ludus.chat.render import Tokenizer, decode_exactly
+from ludus.config.sections.rollout import RolloutConfig
 from ludus.errors import UserError
 from ludus.evaluation.probes.episodes import (
     MakeScheduler,
@@ -24,8 +25,8 @@ from ludus.evaluation.probes.episodes import (
     with_sessions,
 )
 from ludus.evaluation.probes.report import Cell, Measured, ProbeReport, compared, mean_over_tasks
-from ludus.rollouts.scheduler import Scheduler
-from ludus.types import Segment, StopReason, Trajectory
+from ludus.rollouts.scheduler import Scheduler, rollout_for
+from ludus.types import Segment, StopReason, Task, Trajectory
 
 SHARES = (0.0, 0.5, 1.0)
 OTHER = "another task's"
@@ -130,5 +131,8 @@ def _forcing(scheduler: Scheduler, forced: Mapping[str, Sequence[Segment]]) -> S
     """Return a scheduler whose episodes continue the segments of their task and end after that turn."""
     turns = {task: sum(segment.kind == "action" for segment in part) for task, part in forced.items()}
     changed = with_sessions(scheduler, lambda request, session: continued(session, forced[request.task.id]))
-    limits_of = scheduler.limits_of or (lambda _: scheduler.episode_limits)
-    return replace(changed, limits_of=lambda task: replace(limits_of(task), max_turns=turns[task.id]))
+
+    def limits_of(task: Task) -> RolloutConfig:
+        return rollout_for(scheduler.world, scheduler.rollout, task).model_copy(update={"max_turns": turns[task.id]})
+
+    return replace(changed, limits_of=limits_of)

@@ -11,8 +11,10 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.resources import files
 from itertools import accumulate, groupby
 from typing import Annotated, Literal, Self, TypeVar
 
@@ -20,25 +22,6 @@ from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, Va
 
 from ludus.tools.base import FunctionSchema, ToolSchema
 from ludus.types import MAX_TOP_LOGPROBS, PARAM_BOUNDS, Guide, Message, MessageToolCall, SamplingParams
-
-_NEUTRAL: Mapping[str, tuple[object, ...]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "repetition_penalty": (1,),
-    "min_tokens": (0,),
-    "logit_bias": ({},),
-    "best_of": (1,),
-    "suffix": ("",),
-    "use_beam_search": (False,),
-    "allowed_token_ids": ([],),
-    "bad_words": ([],),
-    "truncate_prompt_tokens": (),
-    "parallel_tool_calls": (True,),
-    "modalities": (["text"],),
-    "length_penalty": (1,),
-    "spaces_between_special_tokens": (True,),
-}
-"""Unsupported fields and their neutral values; null is always neutral."""
 
 _LABELS = frozenset({"user", "metadata", "store", "service_tier", "priority", "session_id", "cache_salt"})
 _NUM_CHOICES, _NUM_STOPS, _NUM_STOP_IDS, _MAX_GUIDE_CHARS = 128, 64, 1024, 2**16
@@ -56,6 +39,13 @@ class BadRequest(ValueError):
         self.message = message
         self.status = status
         self.code = code
+
+
+@cache
+def _neutral_values() -> dict[str, list[object]]:
+    """Return the neutral values of unsupported fields, besides null."""
+    values: dict[str, list[object]] = json.loads((files(__package__) / "neutral.json").read_text("utf-8"))
+    return values
 
 
 class StreamOptions(BaseModel):
@@ -138,9 +128,9 @@ class Sampling(BaseModel):
     @model_validator(mode="after")
     def _reject_unsupported_fields(self) -> Self:
         for name, value in (self.__pydantic_extra__ or {}).items():
-            if name in _LABELS or value is None or value in _NEUTRAL.get(name, ()):
+            if name in _LABELS or value is None or value in _neutral_values().get(name, []):
                 continue
-            if name in _NEUTRAL:
+            if name in _neutral_values():
                 raise ValueError(f"{name} = {json.dumps(value)[:80]} is not supported")
             raise ValueError(f"{name[:80]} is not a field of this request")
         return self

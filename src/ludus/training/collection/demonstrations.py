@@ -142,9 +142,8 @@ class Demonstrations:
             _, messages = dialogues[replace(request.key, attempt=0)]
             return DemonstrationSession(session.renderer, messages, budget)
 
-        made = scheduler(session.world, make_chat, rollout, Ledger())
-        limits = replace(made.limits, max_failure_rate=1.0)
-        player = replace(made, limits=limits, scoring=session.scoring)
+        lenient = rollout.model_copy(update={"max_failure_rate": 1.0})
+        player = replace(scheduler(session.world, make_chat, lenient, Ledger()), scoring=session.scoring)
         episodes = await player.run([RolloutRequest(key, task) for key, (task, _) in dialogues.items()])
         return [replace(one, key=replace(one.key, attempt=0)) for one in episodes]
 

@@ -108,12 +108,11 @@ class RolloutCollector:
         config, scheduler = self.session.config, self.scheduler
         if not (config.rollout.partial.is_set or waiting):
             return
-        limits = scheduler.limits
         if (max_open := self.session.world.episodes_at_once) is not None:
-            limits = replace(limits, concurrency=min(limits.concurrency, max_open // 2))
+            scheduler = scheduler.capped(max_open // 2)
         settings = config.rollout.partial
         budget = StepBudget(settings.tokens or None, settings.seconds or None, max_waits_of(config))
-        self.partial = PartialRollouts(replace(scheduler, limits=limits), budget, waiting, self.reporter.episode)
+        self.partial = PartialRollouts(scheduler, budget, waiting, self.reporter.episode)
 
     async def close(self) -> None:
         if self.partial is not None:
@@ -306,8 +305,7 @@ class RolloutCollector:
         session, sampling = self.session, SamplingPlan("evaluate", plan.temperature, plan.seed)
         scheduler = self._make_scheduler(session.config.rollout, sampling, Ledger())
         if self.partial is not None and (max_open := session.world.episodes_at_once) is not None:
-            concurrency = min(scheduler.limits.concurrency, max_open - self.partial.num_open)
-            scheduler = replace(scheduler, limits=replace(scheduler.limits, concurrency=concurrency))
+            scheduler = scheduler.capped(max_open - self.partial.num_open)
         tasks = session.world.tasks(plan.split)
         name = f"step {plan.step}: evaluation, {plan.split}"
         self.reporter.phase(name, plan.episodes_of(tasks), self.engine)

@@ -26,7 +26,7 @@ from ludus.evaluation.env_audit import AuditProgress, CheckPlan, reject_cheats
 from ludus.evaluation.evaluate import check_evaluation
 from ludus.rewards.registry import has_extra_rewards
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
-from ludus.rollouts.scheduler import episode_limits, sampling_params
+from ludus.rollouts.scheduler import sampling_params
 from ludus.training.collection.replay_buffer import check_sources
 from ludus.training.collection.reward_mixing import check_reward_settings, reward_warnings
 from ludus.training.collection.rollout_collector import max_waits_of
@@ -103,8 +103,8 @@ def check_cheats(config: Config, world: World, watch: AuditProgress = NO_PROGRES
     """Unless `env.check` is off, raise ConfigError if cheats earn reward, WorldError if rewards time out repeatedly."""
     if config.env.check:
         for env, env_config in worlds_in(world, config):
-            limits, scoring = episode_limits(env_config.rollout), ProcessRewardExecutor.of(env_config)
-            reject_cheats(env, CheckPlan(seed=env_config.run.seed, limits=limits, scoring=scoring, watch=watch))
+            scoring, seed = ProcessRewardExecutor.of(env_config), env_config.run.seed
+            reject_cheats(env, CheckPlan(seed=seed, limits=env_config.rollout, scoring=scoring, watch=watch))
 
 
 def check_trackers(config: Config) -> None:
