@@ -16,7 +16,7 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import LocalEngine
 from ludus.errors import ConfigError
-from ludus.rollouts.partial import PartialRollouts, StepBudget
+from ludus.rollouts.partial import PartialRollouts
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.rollouts.scheduler import episode_name
 from ludus.training.rl.validate import check_partial, unused_settings
@@ -70,7 +70,7 @@ def test_a_free_slot_starts_a_pending_episode_while_others_run():
     texts[episode_name(requests[0].key)] = [search] * 6 + ["Paris"]
     scheduler = make_scheduler(scripted(texts), RecordingWorld(), concurrency=2)
     ended = []
-    rollouts = PartialRollouts(scheduler, StepBudget(), on_done=lambda episode: ended.append(episode.task.id))
+    rollouts = PartialRollouts(scheduler, on_done=lambda episode: ended.append(episode.task.id))
     rollouts.begin_step(1, last=False)
     asyncio.run(rollouts.run([requests]))
     assert ended == ["t001", "t002", "t003", "t000"]

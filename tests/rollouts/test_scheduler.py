@@ -15,14 +15,8 @@ from ludus.engines.base import Request
 from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError, WorldError
 from ludus.rollouts.ledger import Ledger, RolloutOutcome
-from ludus.rollouts.scheduler import (
-    FailureBudget,
-    LockstepEngine,
-    SamplingPlan,
-    engine_scheduler,
-    episode_name,
-    episodes_at_once,
-)
+from ludus.rollouts.scheduler import FailureBudget, LockstepEngine, SamplingPlan, engine_scheduler, episode_name
+from ludus.rollouts.scheduler import scheduler as build_scheduler
 from ludus.sandbox import NamespacesSandbox
 from ludus.types import Group, SamplingParams, StopReason, Task
 from scripted_engine import Faults, ScriptedEngine
@@ -643,8 +637,7 @@ class HoldingWorld(RecordingWorld):
 @pytest.mark.parametrize("lockstep", [True, False])
 def test_open_episodes_are_limited_by_session_capacity_and_all_complete(lockstep):
     world, engine = HoldingWorld(), scripted(uneven)
-    limits = RolloutConfig(concurrency=episodes_at_once(world, 8))
-    scheduler = make_scheduler(engine, world, limits, lockstep=lockstep)
+    scheduler = make_scheduler(engine, world, concurrency=8, lockstep=lockstep).capped(world.episodes_at_once)
     episodes = run(scheduler, make_requests(9))
     assert [e.trajectory.answer for e in episodes] == ["Paris"] * 9
     assert (world.most, world.open) == (2, 0)
@@ -666,9 +659,10 @@ def test_worlds_with_sessions_are_limited_by_their_sandbox_capacity():
     config = load_config("terminal", ["--sandbox.sessions", "3"])
     world = build_world(config.env, config.rollout, config.sandbox)
     assert world.implements("episodes_at_once")
-    assert episodes_at_once(world, 128) == 3
-    assert episodes_at_once(world, 2) == 2
-    assert episodes_at_once(RecordingWorld(), 128) == 128
+    found = [(128, world, 3), (2, world, 2), (128, RecordingWorld(), 128)]
+    for concurrency, one, capped in found:
+        made = build_scheduler(one, None, RolloutConfig(concurrency=concurrency), Ledger())
+        assert made.rollout.concurrency == capped
     assert NamespacesSandbox().max_sessions >= 2
 
 

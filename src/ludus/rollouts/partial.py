@@ -23,15 +23,6 @@ NOTHING = Grant(0)
 UNBOUNDED = Grant()
 
 
-@dataclass(frozen=True, slots=True)
-class StepBudget:
-    """Tokens and seconds of a step (None: unbounded). A group is due `max_waits` steps after its start."""
-
-    tokens: int | None = None
-    seconds: float | None = None
-    max_waits: int = 0
-
-
 @dataclass
 class _OpenEpisode:
     """Running or waiting episode and the chat session of its attempt. `on_change` receives whether it now waits."""
@@ -86,10 +77,13 @@ class _OpenEpisode:
 
 @dataclass
 class PartialRollouts:
-    """Unfinished episodes of a run, executed by `scheduler`. `kept` are groups restored from a checkpoint."""
+    """Unfinished episodes of a run, executed by `scheduler` within the budgets of `rollout.partial`.
+
+    A group is due `max_waits` steps after its start. `kept` are groups restored from a checkpoint.
+    """
 
     scheduler: Scheduler
-    budget: StepBudget
+    max_waits: int = 0
     kept: Sequence[StreamedGroup] = ()
     on_done: Callable[[Episode], None] | None = None
     num_sampled: int = field(default=0, init=False)
@@ -134,10 +128,10 @@ class PartialRollouts:
 
     def begin_step(self, step: int, *, last: bool) -> None:
         """Reset the budget for a step. If `last`, every episode runs to its end."""
-        self._step, self._is_last_step, self._tokens_left = step, last, self.budget.tokens
+        budget = self.scheduler.rollout.partial
+        self._step, self._is_last_step, self._tokens_left = step, last, budget.tokens or None
         self.num_sampled, self.num_continued = 0, self.num_unfinished
-        seconds = None if last else self.budget.seconds
-        self._deadline = None if seconds is None else time.monotonic() + seconds
+        self._deadline = None if last or not budget.seconds else time.monotonic() + budget.seconds
 
     async def run(self, groups: Sequence[Sequence[RolloutRequest]]) -> list[list[Episode]]:
         """Start `groups`, resume the unfinished episodes and return all complete groups."""
@@ -190,7 +184,7 @@ class PartialRollouts:
         return self._deadline is not None and time.monotonic() >= self._deadline
 
     def _is_due(self, number: int) -> bool:
-        return self._is_last_step or self._step - self._groups[number].requests[0].key.step >= self.budget.max_waits
+        return self._is_last_step or self._step - self._groups[number].requests[0].key.step >= self.max_waits
 
     def _can_continue(self) -> bool:
         if self._failure is not None:

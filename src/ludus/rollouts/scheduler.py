@@ -183,10 +183,11 @@ class Scheduler:
     branch: BranchConfig | None = None
     _slots: asyncio.Semaphore | None = field(default=None, init=False)
 
-    def capped(self, concurrency: int) -> Scheduler:
-        """Return this scheduler with at most `concurrency` episodes at once."""
-        least = min(self.rollout.concurrency, concurrency)
-        return replace(self, rollout=self.rollout.model_copy(update={"concurrency": least}))
+    def capped(self, room: int | None) -> Scheduler:
+        """Return this scheduler with at most `room` episodes at once; None is unlimited."""
+        if room is None or room >= self.rollout.concurrency:
+            return self
+        return replace(self, rollout=self.rollout.model_copy(update={"concurrency": room}))
 
     async def run(
         self, requests: Sequence[RolloutRequest], on_done: Callable[[Episode], None] | None = None
@@ -327,12 +328,6 @@ def rollout_for(world: World, rollout: RolloutConfig, task: Task) -> RolloutConf
     return world.rollout_of(task) or rollout
 
 
-def episodes_at_once(world: World, concurrency: int) -> int:
-    """Return the concurrency, capped by the sandbox's sessions."""
-    room = world.episodes_at_once
-    return concurrency if room is None else min(concurrency, room)
-
-
 def engine_scheduler(
     world: World, engine: Engine, renderer: Renderer, rollout: RolloutConfig, plan: SamplingPlan, ledger: Ledger
 ) -> Scheduler:
@@ -362,4 +357,4 @@ def engine_scheduler(
 
 def scheduler(world: World, make_chat: ChatSessionFactory, rollout: RolloutConfig, ledger: Ledger) -> Scheduler:
     """Return a scheduler for any kind of chat session, with at most as many episodes as the sandbox has sessions."""
-    return Scheduler(world, make_chat, rollout, ledger).capped(episodes_at_once(world, rollout.concurrency))
+    return Scheduler(world, make_chat, rollout, ledger).capped(world.episodes_at_once)

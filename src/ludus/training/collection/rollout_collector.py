@@ -19,7 +19,7 @@ from ludus.errors import WorldError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
 from ludus.rollouts.group_queue import StreamedGroup
 from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
-from ludus.rollouts.partial import PartialRollouts, StepBudget
+from ludus.rollouts.partial import PartialRollouts
 from ludus.rollouts.reward_executor import RewardFault
 from ludus.rollouts.scheduler import CANCELLED, Attempt, Episode, FailureBudget, RolloutRequest, SamplingPlan, Scheduler
 from ludus.training.collection.demonstrations import Demonstrations
@@ -110,9 +110,7 @@ class RolloutCollector:
             return
         if (max_open := self.session.world.episodes_at_once) is not None:
             scheduler = scheduler.capped(max_open // 2)
-        settings = config.rollout.partial
-        budget = StepBudget(settings.tokens or None, settings.seconds or None, max_waits_of(config))
-        self.partial = PartialRollouts(scheduler, budget, waiting, self.reporter.episode)
+        self.partial = PartialRollouts(scheduler, max_waits_of(config), waiting, self.reporter.episode)
 
     async def close(self) -> None:
         if self.partial is not None:
