@@ -11,12 +11,12 @@ import asyncio
 import logging
 import time
 from collections.abc import Awaitable, Callable, Coroutine
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from ludus.cluster.protocol import Heartbeat, Role, Started, WorkerCommand, WorkerDied, WorkerHandle, failure_response
 from ludus.config.sections.cluster import ClusterConfig
 from ludus.errors import LudusError, WorldError
-from ludus.rollouts.reward_executor import RewardTimeout, add_grading_time, add_wait_time
+from ludus.rollouts.reward_executor import RewardTimeout, add_seconds, with_rewards
 from ludus.rollouts.reward_process import ScoredEpisode, ScoreRequest
 from ludus.types import Task, Trajectory
 
@@ -339,8 +339,7 @@ class RewardWorkers(WorkerPool):
             self.run_in_background(_finish(scoring))
             try:
                 scores = await asyncio.shield(scoring)
-                found = replace(trajectory, rewards=scores.parts, reward=scores.total)
-                return add_wait_time(add_grading_time(found, scores.seconds), time.perf_counter() - start_s)
+                return add_seconds(with_rewards(trajectory, scores), waiting=time.perf_counter() - start_s)
             except WorkerDied as error:
                 if isinstance(error.__cause__, TimeoutError):
                     raise RewardTimeout(

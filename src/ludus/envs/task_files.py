@@ -30,8 +30,7 @@ from ludus.types import JSON, Task
 
 _LOG: Final = logging.getLogger(__name__)
 SPLITS: Final = ("train", "validation", "test")
-Record = Mapping[str, JSON]
-"""One line of a file."""
+Record = Mapping[str, JSON]  # one line of a file
 Row = TypeVar("Row")
 _SUFFIXES: Final = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".ndjson")
 _HUB_NAME: Final = re.compile(r"(?P<name>[\w-][\w.-]*/[\w.-]+)(?::(?P<config>[\w.-]+))?")
@@ -40,8 +39,7 @@ _SPLIT: Final = re.compile(
 )
 _MAX_CELL: Final = 2**31 - 1
 
-Rows = Iterator[tuple[int, object]]
-"""Rows with their numbers from 1: the line of a text file."""
+Rows = Iterator[tuple[int, object]]  # rows with their numbers from 1: the line of a text file
 
 
 def is_table(path: Path) -> bool:

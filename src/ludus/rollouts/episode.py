@@ -252,8 +252,7 @@ def score_turns(verifier: TurnVerifier, task: Task, trajectory: Trajectory) -> t
         return turn_shares(verifier(task, trajectory))
 
 
-NOTHING = Completion((), (), (), "abort")
-"""Empty part, at the start of an action."""
+NOTHING = Completion((), (), (), "abort")  # empty part, at the start of an action
 
 
 class ChatSession(Protocol):

@@ -21,8 +21,7 @@ from ludus.rollouts.scheduler import Episode, RolloutRequest
 from ludus.rollouts.stream_control import StalenessController, StreamThroughput
 from ludus.types import Segment
 
-PAUSE_FACTOR = 1.0
-"""Pause of the engine after a forward pass, as a multiple of the duration of the pass."""
+PAUSE_FACTOR = 1.0  # pause of the engine after a forward pass, as a multiple of the duration of the pass
 
 
 @dataclass(frozen=True, slots=True)

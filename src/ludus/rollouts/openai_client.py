@@ -47,13 +47,10 @@ _RESULT_WRAPPERS = {
     "retool": ("<interpreter>", "</interpreter>"),
 }
 """Text before and after a tool's output in a user message, by chat format."""
-REJECTED_STATUS = (400, 422)
-"""Status codes of a rejected request."""
-REASONING = ("reasoning_content", "reasoning")
-"""Field names of the model's reasoning in an assistant message."""
+REJECTED_STATUS = (400, 422)  # of a rejected request
+REASONING = ("reasoning_content", "reasoning")  # names of the model's reasoning in an assistant message
 SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop")
-NEAR_ZERO = 0.01
-"""Temperature sent instead of a rejected 0."""
+NEAR_ZERO = 0.01  # temperature sent instead of a rejected 0
 _RENAMED = "max_completion_tokens"
 _SENT_AS_MAX_TOKENS = ("max_tokens", _RENAMED)
 

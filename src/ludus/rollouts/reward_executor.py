@@ -75,7 +75,7 @@ class ThreadRewardExecutor:
         self, world: World, environment: Environment | None, task: Task, trajectory: Trajectory
     ) -> Trajectory:
         verifiers = Verifiers(_rewards_of(world, environment))
-        return _with_rewards(trajectory, await self.run(verifiers, ScoreRequest(task, trajectory)))
+        return with_rewards(trajectory, await self.run(verifiers, ScoreRequest(task, trajectory)))
 
     async def run(self, verifiers: Verifiers, request: ScoreRequest) -> ScoredEpisode:
         """Return the result of the verifiers. Raises as `RewardExecutor.scored`."""
@@ -92,20 +92,16 @@ def _rewards_of(world: World, environment: Environment | None) -> Sequence[Rewar
     return world.rewards if environment is None else environment.rewards
 
 
-def _with_rewards(trajectory: Trajectory, found: ScoredEpisode) -> Trajectory:
-    return add_grading_time(replace(trajectory, rewards=found.parts, reward=found.total), found.seconds)
+def with_rewards(trajectory: Trajectory, found: ScoredEpisode) -> Trajectory:
+    """Return the trajectory with its rewards and their computing time."""
+    return add_seconds(replace(trajectory, rewards=found.parts, reward=found.total), grading=found.seconds)
 
 
-def add_grading_time(trajectory: Trajectory, seconds: float) -> Trajectory:
-    """Return the trajectory with `seconds` added to the time spent computing its rewards."""
+def add_seconds(trajectory: Trajectory, *, waiting: float = 0.0, grading: float = 0.0) -> Trajectory:
+    """Return the trajectory with more time spent waiting for its rewards, and computing them."""
     before = trajectory.timings
-    return replace(trajectory, timings=replace(before, grading_s=before.grading_s + seconds))
-
-
-def add_wait_time(trajectory: Trajectory, seconds: float) -> Trajectory:
-    """Return the trajectory with `seconds` added to the time spent waiting for its rewards."""
-    before = trajectory.timings
-    return replace(trajectory, timings=replace(before, scoring_s=before.scoring_s + seconds))
+    after = replace(before, scoring_s=before.scoring_s + waiting, grading_s=before.grading_s + grading)
+    return replace(trajectory, timings=after)
 
 
 def scoring_concurrency(config: Config) -> int:
@@ -159,14 +155,14 @@ class ProcessRewardExecutor:
             except ConfigError as error:
                 why = error.message
         request = ScoreRequest(task, trajectory)
-        return _with_rewards(trajectory, await self._run_verifiers(world, Verifiers(rewards), request, why))
+        return with_rewards(trajectory, await self._run_verifiers(world, Verifiers(rewards), request, why))
 
     async def with_added(self, world: World, task: Task, trajectory: Trajectory) -> Trajectory:
         """Return the trajectory with parts and turn progress of `added_verifiers`, whose sum replaces the reward."""
         verifiers = added_verifiers(self.location.rewards, world)
         found = await self._run_verifiers(world, verifiers, ScoreRequest(task, trajectory, added=True))
         parts = {**trajectory.rewards, **found.parts}
-        return replace(_with_rewards(trajectory, found), rewards=parts, turn_progress=found.turns)
+        return replace(with_rewards(trajectory, found), rewards=parts, turn_progress=found.turns)
 
     async def _run_verifiers(
         self, world: World, verifiers: Verifiers, request: ScoreRequest, why: str = ""

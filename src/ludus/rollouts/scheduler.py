@@ -29,7 +29,7 @@ from ludus.rollouts.episode import (
     run_unscored,
 )
 from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
-from ludus.rollouts.reward_executor import RewardExecutor, ThreadRewardExecutor, add_wait_time
+from ludus.rollouts.reward_executor import RewardExecutor, ThreadRewardExecutor, add_seconds
 from ludus.rollouts.trees import run_tree
 from ludus.types import Completion, Failure, SamplingParams, Segment, StopReason, Task, ToolStatus, Trajectory
 
@@ -132,8 +132,7 @@ Attempt = Callable[[RolloutRequest], Awaitable[Trajectory]]
 
 InfrastructureError = WorldError | EngineError
 
-CANCELLED = "cancelled"
-"""Drop reason of a cancelled episode."""
+CANCELLED = "cancelled"  # drop reason of a cancelled episode
 
 
 def episode_name(key: RolloutKey) -> str:
@@ -292,7 +291,7 @@ class Scheduler:
         if self.scores:
             begin = time.perf_counter()
             found = await self.scoring.scored(self.world, environment, request.task, trajectory)
-            return add_wait_time(found, time.perf_counter() - begin)
+            return add_seconds(found, waiting=time.perf_counter() - begin)
         check_scored_elsewhere(self.world.rewards, environment.rewards, environment)
         return trajectory
 

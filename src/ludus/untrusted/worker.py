@@ -45,8 +45,7 @@ class LimitExceeded(Exception):
     """A call exceeded its time or memory or crashed; the message may contain its stack, after `TIMED_OUT` if late."""
 
 
-TIMED_OUT = "Timeout ("
-"""Beginning of the stack of a call that exceeded its wall-clock time."""
+TIMED_OUT = "Timeout ("  # beginning of the stack of a call that exceeded its wall-clock time
 
 
 class ProcessKilled(LimitExceeded):
@@ -108,7 +107,8 @@ class LimitedProcess:
                 conn.close()
 
     def __del__(self) -> None:
-        self.close()
+        if self._conn is not None:
+            self._conn.close()
 
     def _exchange(self, request: bytes, timeout_s: float) -> object:
         was_running, stack = self.is_running, b""
@@ -126,17 +126,16 @@ class LimitedProcess:
                 else:
                     stack += stream.read()
         except OSError as error:
-            if was_running and isinstance(error, ConnectionError):  # it exited since the last call
-                self._disconnect(conn)
+            was_closed = self._conn is not conn
+            if was_running and not was_closed and isinstance(error, ConnectionError):  # it exited since the last call
+                conn.close()
+                self._conn = None
                 return self._exchange(request, timeout_s)
-        self._disconnect(conn)
-        raise (
-            LimitExceeded(stack.decode("utf-8", "replace")) if stack else ProcessKilled("the process of a call exited")
-        )
-
-    def _disconnect(self, conn: socket.socket) -> None:
         conn.close()
         self._conn = None
+        if stack:
+            raise LimitExceeded(stack.decode("utf-8", "replace"))
+        raise ProcessKilled("the process of a call exited")
 
 
 @dataclass(eq=False)

@@ -34,7 +34,7 @@ from ludus.rewards.registry import (
     has_extra_rewards,
     training_parts,
 )
-from ludus.rollouts.reward_executor import ProcessRewardExecutor, add_wait_time
+from ludus.rollouts.reward_executor import ProcessRewardExecutor, add_seconds
 from ludus.rollouts.scheduler import Episode
 from ludus.rollouts.trees import map_paths, with_chains
 from ludus.training.credit.turn_rewards import LENGTH_PART, shaping_ranges, with_length, with_turn_rewards
@@ -191,7 +191,7 @@ async def add_extra_parts(
     begin = time.perf_counter()
     try:
         scored = await map_paths(episode.trajectory, lambda path: scoring.with_added(world, episode.task, path))
-        return replace(episode, trajectory=add_wait_time(scored, time.perf_counter() - begin))
+        return replace(episode, trajectory=add_seconds(scored, waiting=time.perf_counter() - begin))
     except WorldError as error:
         on_error(error)
         failure = Failure(error.part, str(error), episode.key.attempt + 1)
