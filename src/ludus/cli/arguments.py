@@ -118,3 +118,8 @@ def recipe_config(recipe: str | None, shortcuts: Sequence[str], overrides: Seque
 def is_recipe(name: str) -> bool:
     """Return whether the name is that of a recipe or of a recipe file."""
     return name.endswith(".toml") or name in {one.name for one in list_recipes()}
+
+
+def environment_config(name: str, overrides: Sequence[str]) -> Config:
+    """Return the configuration of a recipe, a recipe file, or an environment by name or .py file."""
+    return load_config(name, overrides) if is_recipe(name) else load_config(None, ["--env.name", name, *overrides])

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from ludus.cli.arguments import is_recipe, no_settings
+from ludus.cli.arguments import environment_config, is_recipe, no_settings
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import PhaseBar, announce, bars, make_console, print_text
 from ludus.cli.ui.transcripts import describe_tool, message_text, print_transcript
@@ -44,9 +44,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
         raise UserError("Name an environment.", "`ludus env list` lists them.")
     if args.tasks < 1:
         raise UserError(f"--tasks is {args.tasks}.", "Give 1 or more.")
-    of_recipe = is_recipe(args.name)
-    words = overrides if of_recipe else ["--env.name", args.name, *overrides]
-    config = load_config(args.name if of_recipe else None, words)
+    config = environment_config(args.name, overrides)
     announce(f"Building the world {config.env.name} and its tasks ...")
     world = build_world(config.env, config.rollout, config.sandbox)
     if args.act != "prepare":

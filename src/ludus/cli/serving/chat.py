@@ -15,12 +15,11 @@ from typing import TYPE_CHECKING, Literal
 
 from rich.console import Console
 
-from ludus.cli.arguments import model_settings, policy_config
+from ludus.cli.arguments import environment_config, model_settings, policy_config
 from ludus.cli.command import list_commands
 from ludus.cli.ui.help_text import fill_columns
 from ludus.cli.ui.terminal import load_libraries, make_console, print_line, print_text
 from ludus.cli.ui.transcripts import calls, describe_tool, outcome_text, shorten
-from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.envs.base import Environment
 from ludus.envs.registry import build_world
@@ -92,9 +91,7 @@ def target_config(target: str, world: str | None, overrides: Sequence[str]) -> t
     if not path.exists() and is_path:
         raise UserError(f"{target} is neither a run nor a model.", "Check the path.")
     name = world or DEFAULT_WORLD
-    words = [*model_settings(target, name), *overrides]
-    of_file = name.endswith(".py")
-    return None, load_config(None, ["--env.name", name, *words]) if of_file else load_config(name, words)
+    return None, environment_config(name, [*model_settings(target, name), *overrides])
 
 
 def chat(repl: ChatRepl, console: Console, runner: asyncio.Runner) -> None:

@@ -53,9 +53,13 @@ def print_record(console: Console, record: RolloutRecord, tokenizer: Tokenizer |
         print_line(console, f"mean reward of {len(trajectory.leaves)} leaves: {trajectory.reward:g}")
     if (failure := trajectory.failure) is not None:
         print_text(console, f"failed in the {failure.part} after {failure.attempts} attempts: {failure.error}", "red")
+    print_text(console, f"{_outcome_line(record)}\n")
+
+
+def _outcome_line(record: RolloutRecord) -> str:
     reason = "" if record.reason == record.outcome.value else f" ({record.reason})"
     advantage = "none" if record.advantage is None else f"{record.advantage:+.4g}"
-    print_text(console, f"ledger: {record.outcome}{reason}   advantage {advantage}\n")
+    return f"ledger: {record.outcome}{reason}   advantage {advantage}"
 
 
 def _ending(trajectory: Trajectory) -> str:
