@@ -195,7 +195,7 @@ def test_baselines_of_the_search_world_have_no_tool(tiny_run, tmp_path, baseline
         (("TINY", "--price-in", "2", "--price-out", "-1"), "The price -1.0 is not valid"),
         (("TINY", "--prices", "k", "--price-in", "2"), "--prices excludes"),
         (("TINY", "--prices", "k"), "The prices cannot be read from k"),
-        (("TINY", "--endpoint", "http://h", "--model", "m", "--api-key-file", "k"), "cannot be read from k"),
+        (("TINY", "--endpoint", "http://h", "--model", "m", "--api-key-file", "k"), "k cannot be read: "),
         (("TINY", "--endpoint", "ftp://h", "--model", "m"), "is not an HTTP URL"),
         (("TINY", "--endpoint", "http://h", "--model", "m", "--env.rendering", "tags"), "env.rendering"),
         (("TINY", "--model", "./nope"), "./nope"),

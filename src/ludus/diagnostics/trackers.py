@@ -50,7 +50,37 @@ class MetricsRow:
     metrics: Mapping[str, float]
 
 
-class JsonLinesTracker:
+class AppendedFile:
+    """A file that grows; data is on disk when `append` returns. Raises StorageError if it cannot be opened."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._file = FileIO(path, "ab")
+        except OSError as error:
+            raise StorageError(f"{path} cannot be opened: {error.strerror or error}.") from error
+
+    def append(self, data: bytes) -> None:
+        """Append data. Raises StorageError, with the file unchanged, if the disk is full."""
+        file, rest = self._file, memoryview(data)
+        before = os.fstat(file.fileno()).st_size
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+            os.fsync(file.fileno())
+        except OSError as error:
+            with suppress(OSError):
+                os.ftruncate(file.fileno(), before)
+            text = f"{self.path} could not be written: {error.strerror or error}."
+            raise StorageError(text, "Free some space; earlier lines are unchanged.") from error
+
+    def close(self) -> None:
+        """Close the file."""
+        self._file.close()
+
+
+class JsonLinesTracker(AppendedFile):
     """Tracker that writes one JSON object per line: `{"step": 3, "reward/mean": 0.25, ...}`, with exact numbers.
 
     NaN and infinities are the strings "NaN", "Infinity" and "-Infinity", so that each line is valid JSON.
@@ -60,28 +90,23 @@ class JsonLinesTracker:
     """
 
     def __init__(self, path: Path, resume_step: int | None = None) -> None:
-        self.path = path
         if path.exists():  # remove an incomplete last line, and the lines that the resumed run writes again
             content = _content(path, StorageError)
             kept = (line for row, line in _rows(content, path) if resume_step is None or row.step <= resume_step)
             if (remaining := b"".join(kept)) != content:
                 with replaced_file(path) as file:
                     file.write(remaining)
-        self._file = _open_to_append(path)
+        super().__init__(path)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Append a line. Raises StorageError, with the file unchanged, if the disk is full."""
         if "step" in metrics:
             raise ValueError('a metric may not be called "step": that is the key of the step itself')
         row = {"step": int(step)} | {name: _to_json(value) for name, value in metrics.items()}
-        _append(self._file, self.path, json.dumps(row, allow_nan=False).encode("ascii") + b"\n")
-
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
+        self.append(json.dumps(row, allow_nan=False).encode("ascii") + b"\n")
 
 
-class TensorBoardTracker:
+class TensorBoardTracker(AppendedFile):
     """Tracker that writes TensorBoard event files in a folder, a new one at each start of the run.
 
     TensorBoard stores float32. With `resume_step` a session log discards the steps after it. Raises
@@ -93,8 +118,7 @@ class TensorBoardTracker:
         self._summaries = import_extra("tensorboard.compat.proto.summary_pb2", "tensorboard")
         self._records = import_extra("tensorboard.summary.writer.record_writer", "tensorboard")
         number = len(list(folder.glob("events.out.tfevents.*")))  # TensorBoard reads the files in the order of names
-        self.path = folder / f"events.out.tfevents.{number:010d}.ludus"
-        self._file = _open_to_append(self.path)
+        super().__init__(folder / f"events.out.tfevents.{number:010d}.ludus")
         self._write(file_version="brain.Event:2")
         if resume_step is not None:
             start = self._events.SessionLog(status=self._events.SessionLog.START)
@@ -105,15 +129,11 @@ class TensorBoardTracker:
         values = [self._summaries.Summary.Value(tag=n, simple_value=float(v)) for n, v in metrics.items()]
         self._write(step=step, summary=self._summaries.Summary(value=values))
 
-    def close(self) -> None:
-        """Close the file."""
-        self._file.close()
-
     def _write(self, **fields: object) -> None:
         buffer = BytesIO()
         event = self._events.Event(wall_time=time.time(), **fields)
         self._records.RecordWriter(buffer).write(event.SerializeToString())
-        _append(self._file, self.path, buffer.getvalue())
+        self.append(buffer.getvalue())
 
 
 TrackerFactory = Callable[[Path, int | None], Tracker]
@@ -173,28 +193,6 @@ def _rows(content: bytes, path: Path) -> list[tuple[MetricsRow, bytes]]:
             text = f"{path}, line {number}, is not a row of metrics: {error}."
             raise UserError(text, "Repair or remove the line, or move the file away.") from error
     return rows
-
-
-def _open_to_append(path: Path) -> FileIO:
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        return FileIO(path, "ab")
-    except OSError as error:
-        raise StorageError(f"{path} cannot be opened: {error.strerror or error}.") from error
-
-
-def _append(file: FileIO, path: Path, data: bytes) -> None:
-    before = os.fstat(file.fileno()).st_size
-    try:
-        rest = memoryview(data)
-        while rest:
-            rest = rest[file.write(rest) :]
-        os.fsync(file.fileno())
-    except OSError as error:
-        with suppress(OSError):
-            os.ftruncate(file.fileno(), before)
-        text = f"{path} could not be written: {error.strerror or error}."
-        raise StorageError(text, "Free some space; earlier lines are unchanged.") from error
 
 
 def _to_json(value: float) -> float | str:

@@ -22,6 +22,7 @@ from ludus.config.schema import Config
 from ludus.engines.remote.http_client import check_reachable
 from ludus.envs.base import World
 from ludus.envs.registry import build_world, check_sandbox, closing
+from ludus.envs.task_files import read_text
 from ludus.errors import ConfigError, LudusError, UserError
 from ludus.evaluation.analysis.cost import TokenPrice, checked_price, measure_cost, read_price
 from ludus.evaluation.evaluate import (
@@ -52,6 +53,7 @@ from ludus.training.run.run_dir import (
 
 if TYPE_CHECKING:
     from ludus.cli.ui.load_run import LoadedRun
+    from ludus.types import Task
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -132,11 +134,7 @@ def check_world(config: Config, baseline: str | None) -> World:
 
 
 def _read_api_key(path: Path) -> str:
-
-    try:
-        key = path.read_text("utf-8").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"The API key cannot be read from {path}: {error}.", "Check --api-key-file.") from error
+    key = read_text(path, "Check --api-key-file.").strip()
     if not key:
         raise UserError(f"The file {path} is empty.", "It must contain the API key.")
     return key
@@ -273,16 +271,18 @@ def _result_folder(args: argparse.Namespace, config: Config) -> RunFolder:
     return new_run(config.model_copy(update={"run": settings}), "eval", "eval")
 
 
-async def run_plan(backend: EvalBackend, plan: EvaluationPlan, console: Console) -> tuple[Evaluation, list[Episode]]:
-    """Run one evaluation with a progress bar."""
+async def run_plan(
+    backend: EvalBackend, plan: EvaluationPlan, console: Console, tasks: Sequence[Task] | None = None
+) -> tuple[Evaluation, list[Episode]]:
+    """Run one evaluation with a progress bar, by default on the tasks of its split."""
     episode_scheduler = backend.scheduler(SamplingPlan("evaluate", plan.temperature, plan.seed))
+    chosen = backend.world.tasks(plan.split) if tasks is None else tasks
     with bars(console) as progress:
-        name = f"evaluation, {plan.split}, {format_sampling(plan)}"
-        tasks = backend.world.tasks(plan.split)
         if warning := short_split(backend.world, plan.split, plan.num_tasks):
             print_text(console, warning)
-        task = progress.add_task(name, total=plan.episodes_of(tasks), numbers="")
-        return await evaluate(episode_scheduler, tasks, plan, lambda _: progress.advance(task))
+        name = f"evaluation, {plan.split}, {format_sampling(plan)}"
+        bar = progress.add_task(name, total=plan.episodes_of(chosen), numbers="")
+        return await evaluate(episode_scheduler, chosen, plan, lambda _: progress.advance(bar))
 
 
 def _verdict_line(saved: SavedEvaluation, reproducible: bool) -> str:

@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from itertools import zip_longest
-from typing import NamedTuple, TypedDict, cast
+from typing import NamedTuple
 
 import numpy as np
 
@@ -24,27 +24,15 @@ from ludus.rewards.exact_match import normalise
 from ludus.types import Message, MessageToolCall, ToolStatus, Trajectory
 
 
-class _Data(TypedDict):
-    measures: Mapping[str, str]
-    amounts: Sequence[str]
-    retrieval_tools: Sequence[str]
-    reflection: Sequence[str]
-    function_words: Sequence[str]
+def _read() -> tuple[Mapping[str, str], Sequence[str], Sequence[str], frozenset[str], re.Pattern[str]]:
+    """Return the tables of the data file, the words of reflection as a pattern."""
+    data = tomllib.loads(resources.files(__package__).joinpath("behavior.toml").read_text("utf-8"))
+    phrases = re.compile(rf"\b(?:{'|'.join(map(re.escape, data['reflection']))})\b", re.IGNORECASE)
+    return data["measures"], data["amounts"], data["retrieval_tools"], frozenset(data["function_words"]), phrases
 
 
-def _read() -> _Data:
-    text = resources.files(__package__).joinpath("behavior.toml").read_text("utf-8")
-    return cast(_Data, tomllib.loads(text))
-
-
-_DATA = _read()
-MEASURES = _DATA["measures"]
-"""Measures and what they count."""
-AMOUNTS = _DATA["amounts"]
-"""Measures that are not shares in [0, 1]."""
-RETRIEVAL_TOOLS = _DATA["retrieval_tools"]
-_FUNCTION_WORDS = frozenset(_DATA["function_words"])
-_REFLECTION = re.compile(rf"\b(?:{'|'.join(map(re.escape, _DATA['reflection']))})\b", re.IGNORECASE)
+MEASURES, AMOUNTS, RETRIEVAL_TOOLS, _FUNCTION_WORDS, _REFLECTION = _read()
+"""Measures and what they count, those that are not shares in [0, 1], and word lists."""
 _WORD = re.compile(r"\w+")
 
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
+from ludus.envs.task_files import read_text
 from ludus.errors import UserError
 from ludus.evaluation.probes.episodes import MakeScheduler, ProbePlan, play, success_rates
 from ludus.evaluation.probes.report import Cell, ProbeReport, compared
@@ -32,12 +33,8 @@ def with_prompt(task: Task, text: str) -> Task:
 
 def read_paraphrases(path: Path) -> dict[str, str]:
     """Return the prompts by task id from JSON lines with `task_id` and `prompt`. Raises UserError for another line."""
-    try:
-        lines = path.read_text("utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path} cannot be read: {error}.", "Check --paraphrases.") from error
     found: dict[str, str] = {}
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(read_text(path, "Check --paraphrases.").splitlines(), 1):
         try:
             row = json.loads(line)
         except ValueError:
