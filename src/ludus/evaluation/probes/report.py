@@ -68,7 +68,8 @@ def stored_reports(folder: Path) -> dict[str, ReportTable]:
     for path in sorted(folder.glob("*.json")):
         data = json.loads(path.read_text("utf-8"))
         rows = [[_text(cell) for cell in row.values()] for row in data["rows"]]
-        found[path.stem] = ReportTable(data["title"], list(data["rows"][0]), rows, "\n\n".join(data["notes"]))
+        columns = list(data["rows"][0]) if rows else []
+        found[path.stem] = ReportTable(data["title"], columns, rows, "\n\n".join(data["notes"]))
     return found
 
 
