@@ -25,7 +25,7 @@ from ludus.training.learner.logprobs import model_precision
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.rl.build import load_teacher, train
 from ludus.training.rl.train_step import filter_and_estimate
-from ludus.training.rl.validate import check, config_warnings
+from ludus.training.rl.validate import check_settings, config_warnings
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
 from ludus.training.value_models.factory import train_value_model
@@ -171,7 +171,7 @@ def test_invalid_loss_terms_are_rejected(settings, words):
 )
 def test_contradictions_are_refused_before_anything_is_loaded(settings, words):
     with pytest.raises(ConfigError, match=words):
-        check(Config.model_validate(settings), None)
+        check_settings(Config.model_validate(settings), None)
 
 
 def test_vapo_without_critic_warmup_emits_config_warning():

@@ -151,10 +151,7 @@ def _attend_causal(query: Tensor, known: tuple[Tensor, Tensor], scale: float | N
 def _attend_masked(
     forest: PrefixForest, query: Tensor, known: tuple[Tensor, Tensor], scale: float | None, window: int
 ) -> Tensor:
-    """Return `[1, Hq, n, D]` of the last n tokens in `known`.
-
-    Query heads that share a key head are stacked, so that keys and values are not copied.
-    """
+    """Return `[1, Hq, n, D]` of the last n tokens in `known`; query heads are stacked instead of copying keys."""
     key, value = known
     heads, queries = key.shape[1], query.shape[2]
     shape = MaskShape(queries, key.shape[2], window, query.shape[1] // heads)

@@ -112,10 +112,7 @@ def choose_tasks(
 def record_greso_visits(
     state: AlgorithmState, samples: Sequence[TrainingSample], success: str, algorithm: Algorithm
 ) -> AlgorithmState:
-    """Return the state updated with the groups of a step. `success` names the outcome reward part.
-
-    A zero-variance group is easy if all members solved the task. Partial groups are ignored.
-    """
+    """Return the state after the groups of a step; those that all solved by the part `success` are easy."""
     compared = [sample for sample in samples if sample.advantages is not None]
     if not compared:
         return state
@@ -130,10 +127,7 @@ def record_greso_visits(
 
 
 def filter_low_variance(samples: Sequence[TrainingSample], algorithm: Algorithm) -> list[TrainingSample]:
-    """Drop the groups of least variance: StarPO-S keeps a fraction of groups, RAGEN-2 of total deviation.
-
-    Dropped groups are excluded from all comparisons, also over the batch; an earlier drop reason is kept.
-    """
+    """Drop groups of low variance from all comparisons: StarPO-S keeps a share of groups, RAGEN-2 of deviation."""
     compared = [sample for sample in samples if sample.advantages is not None]
     if not algorithm.filters_groups or not compared:
         return list(samples)

@@ -158,11 +158,7 @@ class PromptStream:
         return max(number, *(key.step * self.per_step for key in first))
 
     def counts(self, group: Sequence[Episode]) -> bool:
-        """Return whether a group counts towards a batch: no member may have failed permanently.
-
-        If zero-variance groups are resampled (`max_resample_rounds`), they do not count either while rounds
-        are left.
-        """
+        """Return whether a group counts: no failed member, and no zero variance while resampling rounds are left."""
         algorithm = self.collector.algorithm
         if any(episode.trajectory.failure is not None for episode in group):
             return False

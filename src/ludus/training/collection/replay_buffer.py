@@ -108,11 +108,7 @@ class ReplayBuffer:
     def load_sources(
         self, tasks: Mapping[str, Task], vocab_size: int, share: Callable[[Sequence[Episode]], float], least: float
     ) -> None:
-        """Add the groups of the configured `sources`.
-
-        `share` returns the effective sample share of episodes under the policy. Raises ConfigError if a source has
-        no usable rollouts or a share below `least`; UserError if a file cannot be read.
-        """
+        """Add the groups of the `sources`. Raises UserError for one without usable rollouts or a low `share`."""
         for source in self.config.sources:
             groups = _read_groups(source, tasks, vocab_size)
             if not groups:

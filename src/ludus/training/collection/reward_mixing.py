@@ -71,11 +71,7 @@ class RewardPart:
 
 
 def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[RewardPart, ...]:
-    """Return the configured parts of the world and of the reward model.
-
-    Raises ConfigError for unknown names, caps on outcomes, and shaping that could outweigh the outcome
-    (unless allowed).
-    """
+    """Return the parts of the world and of the reward model. Raises ConfigError if shaping could outweigh outcomes."""
     settings = config.rewards
     names = [part.name for part in rewards]
     has_model = settings.model is not None

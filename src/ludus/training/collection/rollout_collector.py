@@ -229,10 +229,7 @@ class RolloutCollector:
         return assign_credit(groups, self.algorithm, self.overlong_limit, first_group)
 
     async def _add_extra_parts(self, groups: Sequence[Sequence[Episode]]) -> Sequence[Sequence[Episode]]:
-        """Add the extra reward parts to the episodes that lack them.
-
-        Raises WorldError with the first error if more than `rollout.max_failure_rate` of the episodes fail.
-        """
+        """Add the missing extra reward parts. Raises WorldError above `rollout.max_failure_rate`."""
         errors = list[WorldError]()
 
         async def complete(episode: Episode) -> Episode:

@@ -258,10 +258,7 @@ def parse_record(data: object) -> Record:
 
 
 def row_of(record: Record) -> dict[str, object]:
-    """Return a record as a table row, as read by `parse_record`.
-
-    Rows of one kind have the same keys. Fields with varying keys (tools, a trajectory) become JSON text.
-    """
+    """Return a record as a table row for `parse_record`; rows of one kind have the same keys."""
     match record:
         case FileDialogue():
             marked = zip(record.messages, record.trains, strict=True)

@@ -38,10 +38,7 @@ class DataFormat:
 
 
 def to_own_format(record: Fields) -> tuple[str, Fields]:
-    """Return the name of a record's format, empty if it is one of ours, and the converted record.
-
-    Raises ValueError for an unknown format, with its keys, and for a record that cannot be converted.
-    """
+    """Return the name of a record's format (empty: ours) and the converted record. Raises ValueError if it has none."""
     for one in FORMATS:
         if record.keys() >= set(one.keys):
             try:

@@ -47,10 +47,7 @@ def dialogue_length(renderer: Renderer, dialogue: Demonstration) -> DialogueLeng
 
 
 def check_dialogues(session: TrainingSession) -> None:
-    """Raise UserError for a fine-tuning source without a dialogue that fits into `rollout.max_seq_len`.
-
-    Checks all dialogues of a file, and the first ones of a world. Texts always fit, since they are split.
-    """
+    """Raise UserError for a source of which no checked dialogue fits into `rollout.max_seq_len`."""
     budget = session.config.rollout.max_seq_len
     for source in sources_of(session.config, session.world):
         lengths: list[DialogueLength] = []

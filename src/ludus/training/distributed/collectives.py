@@ -154,10 +154,7 @@ class _ShardedModel(Protocol):
 
 
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
-    """Shard the weights of `model` in place; all ranks must hold the same weights.
-
-    Copy the model before the call; build optimizers after it. Raises UserError for a model without a list of layers.
-    """
+    """Shard weights, equal on all ranks, in place: after copies, before optimizers. Raises UserError without layers."""
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
 
     policy = MixedPrecisionPolicy()

@@ -183,10 +183,7 @@ class LogprobScorer:
 
     @torch.no_grad()
     def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
-        """Return the states that predict the tokens marked in `scored`, in row-major order.
-
-        Raises LearnerError if the model's hidden states are unavailable.
-        """
+        """Return the states that predict the tokens in `scored`, row by row. Raises LearnerError if unavailable."""
         head = self._whole_head()
         rows, columns = torch.nonzero(scored[:, 1:], as_tuple=True)
         if rows.numel() == 0:
@@ -292,10 +289,7 @@ class LogprobScorer:
 
     @torch.no_grad()
     def _trial(self) -> bool:
-        """Return whether a forest of three short sequences reproduces the model's log-probabilities.
-
-        Sets the model's attention to the forest implementation, equivalent to its own without a forest.
-        """
+        """Return whether a forest reproduces the model's log-probabilities, and set its attention."""
         before = self.model.config._attn_implementation
         if before not in ("sdpa", prefix_packing.NAME):
             return False

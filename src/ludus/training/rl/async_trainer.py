@@ -264,11 +264,6 @@ class AsyncTrainer:
         return metrics | ({"sync/transfer_s": statistics.fmean(transfers_s)} if transfers_s else {})
 
 
-async def run_async(trainer: SyncTrainer, before: StreamState, done: int) -> None:
-    """Train on streamed episodes from step `done` to the last; `before` is the restored stream."""
-    await AsyncTrainer.build(trainer, done, before).run(done, before)
-
-
 async def track_version(stream: GroupQueue, engines: RollingUpdate, version: int) -> None:
     """Forward the version of new episodes, and transfer errors, to the stream."""
     try:

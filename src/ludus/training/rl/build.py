@@ -8,7 +8,7 @@ import logging
 from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -40,7 +40,7 @@ from ludus.training.learner.logprobs import LogprobScorer, TokenScorer
 from ludus.training.learner.moe_routing_replay import RoutingReplay
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.learner.token_values import TokenValues
-from ludus.training.rl.async_trainer import TOO_LATE, run_async
+from ludus.training.rl.async_trainer import TOO_LATE, AsyncTrainer
 from ludus.training.rl.memory_check import check_memory
 from ludus.training.rl.sync_trainer import Comparison, EvaluatedTrainer, Reporter, SyncTrainer, task_order
 from ludus.training.rl.train_step import TrainStep
@@ -115,7 +115,7 @@ def training_loop(trainer: SyncTrainer, done: int) -> Callable[[int], Awaitable[
     if dropped:
         collector.ledger.drop_restored(done + 1, dropped, TOO_LATE)
     if training.streams:
-        return partial(run_async, trainer, stream)
+        return lambda done: AsyncTrainer.build(trainer, done, stream).run(done, stream)
     late = [group.requests[0] for group in stream.groups if group.requests[0].key.step <= done]
     collector.add_untrained_tasks(request.task.id for request in late)
     collector.start(waiting.groups)

@@ -63,11 +63,7 @@ CheckpointFiles = Callable[[], Mapping[str, str]]
 
 @dataclass(frozen=True)
 class Comparison:
-    """Evaluations before and after training, on one split with one sampling setting.
-
-    `before` is None without one. The number of tasks and other conditions may differ if the run was resumed
-    with other settings.
-    """
+    """Evaluations before (None without one) and after training, on one split with one sampling setting."""
 
     before: Evaluation | None
     after: Evaluation

@@ -232,11 +232,7 @@ def _trained_samples(samples: Sequence[TrainingSample]) -> list[TrainingSample]:
 
 
 def check_parity(rows: Sequence[Row], learner: Learner) -> MismatchByLength | None:
-    """Compare recorded log-probabilities with the learner's, bucketed by position.
-
-    Returns the mismatch, None without rows. Raises SyncError if any bucket exceeds `PARITY_NATS`, or
-    `ENGINE_PARITY_NATS` if ratios divide by the engine's log-probabilities.
-    """
+    """Return the mismatch of recorded and learner's log-probabilities by position. Raises SyncError."""
     if not rows:
         return None
     ranked = sorted(rows, key=lambda row: len(row.tokens))

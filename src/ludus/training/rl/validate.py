@@ -57,16 +57,11 @@ def open_validated_session(
     world = world or build_world(config.env, config.rollout, config.sandbox)
     check_reward_settings(config, world)
     session = None if config.model.from_scratch else open_session(config, world=world)
-    check(config, world, watch)
+    check_settings(config, world)
+    check_rollouts(config, world, watch)
     if session is not None:
         check_prompts(session)
     return session
-
-
-def check(config: Config, world: World, watch: AuditProgress = NO_PROGRESS) -> None:
-    """Raise UserError as `check_settings`, and WorldError if the sandbox does not respond."""
-    check_settings(config, world)
-    check_rollouts(config, world, watch)
 
 
 def check_settings(config: Config, world: World) -> None:

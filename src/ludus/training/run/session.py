@@ -121,11 +121,7 @@ def make_renderer(env: EnvConfig, tokenizer: Any) -> Renderer:  # noqa: ANN401 (
 
 
 def make_engine(session: TrainingSession) -> Engine:
-    """Return the configured plugin or servers, otherwise an embedded engine.
-
-    Raises EngineError if a server does not respond, ConfigError if the plug-in is unknown or its result lacks a
-    member of `Engine`.
-    """
+    """Return the configured plug-in or servers, otherwise an embedded engine. Raises EngineError or ConfigError."""
     if name := session.config.engine.plugin:
         plugin = cast(Callable[[TrainingSession], Engine], find_plugin("engines", name, "engine.plugin", ()))
         engine = plugin(session)
