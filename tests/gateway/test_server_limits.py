@@ -27,9 +27,9 @@ from ludus.gateway.limits import HttpLimits, http_server, open_socket
 from ludus.gateway.protocol.bodies import BadRequest, error_body, json_bytes, response_body
 from ludus.gateway.protocol.detokenize import Scored, TokenNames, chat_logprobs
 from ludus.gateway.service import CompletionService, ServedModel
-from ludus.sandbox.base import FileChange, Limits, Outcome, Snapshot, make_request, validate_files
+from ludus.sandbox.base import FileChange, Limits, Outcome, RunRequest, Snapshot, make_request, validate_files
 from ludus.sandbox.local.unsafe_process import ProcessSandbox
-from ludus.sandbox.remote.client import Payload, RunMessage, SessionMessage
+from ludus.sandbox.remote.client import Payload, SessionMessage
 from ludus.sandbox.remote.server import SandboxServerSettings
 from ludus.sandbox.remote.server import make_app as make_sandbox_app
 from tests.engines.test_engine_local import VOCAB, build, byte_tokenizer
@@ -352,6 +352,8 @@ def test_sandbox_server_rejects_malformed_requests_without_running_them(path, ch
     app = make_sandbox_app(ProcessSandbox(unsafe=True), SandboxServerSettings(token=TOKEN, ceiling=Limits()))
 
     async def run(body):
+        if path == "runs":
+            body = {"content": {"source": None, "argv": [], "files": {}, "stdin": ""} | body}
         async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://x") as client:
             return await client.post(f"/v1/{path}", content=json.dumps(body), headers=AUTHORIZED)
 
@@ -397,7 +399,11 @@ def models_in(kind):
 def places(kind, inside=()):
     """The path of every field of a body, of those of the objects in it too."""
     if is_dataclass(kind):
-        yield from ((*inside, field.name) for field in fields(kind))
+        hints = typing.get_type_hints(kind)
+        for field in fields(kind):
+            yield (*inside, field.name)
+            for inner in models_in(hints[field.name]):
+                yield from places(inner, (*inside, field.name))
         return
     for name, info in kind.model_fields.items():
         alias = info.alias or getattr(info.validation_alias, "choices", [None])[0] or name
@@ -565,7 +571,7 @@ async def fuzz_sandbox(values, picked):
             return await client.post(path, content=content, headers=AUTHORIZED | JSON)
 
         neighbour, own = [(await post("/sessions", json.dumps(opening))).json()["content"] for _ in range(2)]
-        cases = [("/runs", RunMessage, run), ("/sessions", SessionMessage, opening)]
+        cases = [("/runs", Payload[RunRequest], {"content": run}), ("/sessions", SessionMessage, opening)]
         cases += [(f"/sessions/{own}/{act}", kind, body) for act, (kind, body) in SESSION_ACTS.items()]
         for path, kind, body in cases:
             assert (await post(path, json.dumps(body))).status_code == (400 if "no such" in path else 200), path

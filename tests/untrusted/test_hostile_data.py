@@ -361,7 +361,7 @@ MUCH = 50_000_000
 @pytest.mark.parametrize("ask", CLIENTS.values(), ids=CLIENTS)
 def test_no_client_reads_a_reply_without_an_end(ask, monkeypatch):
     monkeypatch.setattr(replies, "MAX_BYTES", 1_000_000)
-    monkeypatch.setattr(sandbox_client, "MAX_RESPONSE_BYTES", 1_000_000)
+    monkeypatch.setattr(sandbox_client.RemoteSandbox, "max_bytes", 1_000_000)
     error, sent = asyncio.run(asked_of_a_server_that_never_ends(ask))
     assert "the response has more than 1000000 bytes" in str(error)
     assert isinstance(error, LudusError)

@@ -198,18 +198,13 @@ class SandboxSession(ABC):
 
 @dataclass(frozen=True, slots=True)
 class RunRequest:
-    """A validated run: either `source` (Python) or `argv`."""
+    """A validated run: either `source` (Python as UTF-8, including surrogates) or `argv`."""
 
-    source: str | None
+    source: bytes | None
     argv: tuple[str, ...]
     files: Mapping[str, bytes]
     stdin: bytes
     limits: Limits
-
-    @property
-    def source_bytes(self) -> bytes:
-        """The source encoded as UTF-8, including surrogates; empty for a command."""
-        return (self.source or "").encode("utf-8", "surrogatepass")
 
 
 class Sandbox(ABC):
@@ -272,7 +267,8 @@ def make_request(
     program: str | Sequence[str], files: Mapping[str, bytes] | None, stdin: bytes, limits: Limits | None
 ) -> RunRequest:
     """Validate the arguments of `Sandbox.run`. Raises UserError."""
-    source, argv = (program, ()) if isinstance(program, str) else (None, tuple(program))
+    source = program.encode("utf-8", "surrogatepass") if isinstance(program, str) else None
+    argv = () if isinstance(program, str) else tuple(program)
     if source is None and (not argv or not argv[0] or any("\0" in word for word in argv)):
         raise UserError("A command needs at least one argument, without NUL characters.")
     return RunRequest(source, argv, validate_files(files or {}), stdin, limits or Limits())

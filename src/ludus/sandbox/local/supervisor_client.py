@@ -131,7 +131,7 @@ async def run_request(host: SupervisorHost, request: RunRequest) -> Outcome:
     sock = await host.start_supervisor()
     limits, begin = request.limits, time.monotonic()
     header = {"op": "run", "argv": list(request.argv), "limits": asdict(limits), "names": list(request.files)}
-    blobs = [request.stdin, request.source_bytes, *request.files.values()]
+    blobs = [request.stdin, request.source or b"", *request.files.values()]
     try:
         response = await _exchange(host, sock, limits, header, blobs, limits.wall_s + GRACE_S)
     except _ProgramFaultError as error:

@@ -79,7 +79,7 @@ def _run_in_folder(request: RunRequest, stop: threading.Event) -> Outcome:
         argv = request.argv
         if request.source is not None:
             main = Path(name, "main.py")
-            main.write_bytes(request.source_bytes)
+            main.write_bytes(request.source)
             argv = (sys.executable, "-s", str(main))
         limits = request.limits  # processes are not limited, since the kernel counts all of a user's
         rlimits = {

@@ -38,7 +38,6 @@ from ludus.sandbox.base import (
 from ludus.sandbox.guest.streams import BoundedOutput
 from ludus.untrusted.replies import bounded_client
 
-MAX_RESPONSE_BYTES = 256 * 2**20  # maximum size of a response with all files of a run
 Reply = TypeVar("Reply", bound=BaseModel)
 Content = TypeVar("Content")
 
@@ -48,19 +47,9 @@ class _Message(BaseModel):
 
 
 class Payload(_Message, Generic[Content]):
-    """Message with an outcome, the code of a call, files of a session or changes to them, or nothing."""
+    """Message with a run or its outcome, the code of a call, files of a session or changes to them, or nothing."""
 
     content: Content
-
-
-class RunMessage(_Message):
-    """One run: `source` (Python, UTF-8) or `argv`."""
-
-    source: bytes | None = None
-    argv: list[str] = []
-    files: dict[str, bytes] = {}
-    stdin: bytes = b""
-    limits: Limits
 
 
 class SessionMessage(_Message):
@@ -128,7 +117,7 @@ class RemoteSandbox(HttpSandbox):
 
     name = "remote"
     hint = "Check its log, or start it with `ludus sandbox serve`."
-    max_bytes = MAX_RESPONSE_BYTES
+    max_bytes = 256 * 2**20  # of a response with all files of a run
 
     def __post_init__(self) -> None:
         if not self.settings.url.startswith(("http://", "https://")) or not self.settings.token:
@@ -138,13 +127,7 @@ class RemoteSandbox(HttpSandbox):
             )
 
     async def _run(self, request: RunRequest) -> Outcome:
-        message = RunMessage.model_construct(
-            source=None if request.source is None else request.source_bytes,
-            argv=list(request.argv),
-            files=dict(request.files),
-            stdin=request.stdin,
-            limits=request.limits,
-        )
+        message = Payload[RunRequest].model_construct(content=request)
         return (await self.post("/v1/runs", message, Payload[Outcome], request.limits)).content
 
     async def _open_session(self, kind: SessionKind, files: Mapping[str, bytes], limits: Limits) -> SandboxSession:
@@ -347,4 +330,4 @@ def _outcome(
 def _code(request: RunRequest) -> str:
     if request.source is None:
         return shlex.join(request.argv)
-    return request.source.encode("utf-8", "replace").decode()
+    return request.source.decode("utf-8", "replace")

@@ -22,8 +22,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from ludus.errors import LudusError, UserError, WorldError
-from ludus.sandbox.base import FileChange, Limits, Outcome, Process, Sandbox, SandboxSession, Snapshot
-from ludus.sandbox.remote.client import ErrorMessage, Payload, RunMessage, SessionMessage
+from ludus.sandbox.base import FileChange, Limits, Outcome, Process, RunRequest, Sandbox, SandboxSession, Snapshot
+from ludus.sandbox.remote.client import ErrorMessage, Payload, SessionMessage
 
 MAX_BODY_BYTES = 64 * 2**20
 _BAD_REQUEST, _UNAUTHORIZED, _INTERNAL_ERROR, _BAD_GATEWAY = 400, 401, 500, 502
@@ -56,10 +56,10 @@ class _Service:
     starting: int = 0
 
     async def run(self, _: Request, body: bytes) -> BaseModel:
-        message = await _parse(RunMessage, body)
-        self._check_limits(message.limits)
-        program = message.argv if message.source is None else _decode("source", message.source)
-        outcome = await self.sandbox.run(program, files=message.files, stdin=message.stdin, limits=message.limits)
+        asked = (await _parse(Payload[RunRequest], body)).content
+        self._check_limits(asked.limits)
+        program = asked.argv if asked.source is None else _decode("source", asked.source)
+        outcome = await self.sandbox.run(program, files=asked.files, stdin=asked.stdin, limits=asked.limits)
         return Payload[Outcome].model_construct(content=outcome)
 
     async def open_session(self, _: Request, body: bytes) -> BaseModel:
