@@ -30,7 +30,7 @@ class Command:
     summary: str
     description: str
     example_arguments: str = ""
-    arguments: Sequence[Mapping[str, Any]] = ()
+    arguments: Sequence[Mapping[str, object]] = ()
     settings: bool = True
 
     @property

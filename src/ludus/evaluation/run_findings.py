@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from operator import attrgetter
-from typing import Any, Final, Literal
+from typing import Final, Literal, NotRequired, TypedDict
 
 from ludus.config.schema import Config
 from ludus.diagnostics.alarms import alarms_by_step
@@ -88,19 +88,27 @@ def examine_run(run: RunData) -> list[Finding]:
     return sorted(found, key=lambda one: (bool(one.follows_from), SEVERITIES.index(one.severity)))
 
 
+class _Rule(TypedDict):
+    topic: str
+    severity: Severity
+    text: str
+    remedy: str
+    explains: NotRequired[list[str]]
+
+
 @cache
-def _rules() -> Mapping[str, Mapping[str, Any]]:
-    return tomllib.loads(resources.files(__package__).joinpath("findings.toml").read_text("utf-8"))
+def _rules() -> Mapping[str, _Rule]:
+    rules: Mapping[str, _Rule] = tomllib.loads(
+        resources.files(__package__).joinpath("findings.toml").read_text("utf-8")
+    )
+    return rules
 
 
 def _finding(name: str, **values: object) -> Finding:
     """Return a finding of `findings.toml` with the values in its text."""
     rule = _rules()[name]
-    severity = next(one for one in SEVERITIES if one == rule["severity"])
-    explains = tuple(rule.get("explains", ()))
-    return Finding(
-        rule["topic"], severity, rule["text"].format_map(values), rule["remedy"].format_map(values), explains
-    )
+    text, remedy = (rule[part].format_map(values) for part in ("text", "remedy"))
+    return Finding(rule["topic"], rule["severity"], text, remedy, tuple(rule.get("explains", ())))
 
 
 def check_limits(run: RunData) -> Iterator[Finding]:

@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from ludus.cli.arguments import environment_config, is_recipe, no_settings
+from ludus.cli.arguments import environment_config, is_recipe, no_settings, raise_first
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import PhaseBar, announce, bars, make_console, print_text
 from ludus.cli.ui.transcripts import describe_tool, message_text, print_transcript
@@ -40,10 +40,10 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
         no_settings(overrides, "env list")
         console.print(_worlds_table())
         return
-    if not args.name:
-        raise UserError("Name an environment.", "`ludus env list` lists them.")
-    if args.tasks < 1:
-        raise UserError(f"--tasks is {args.tasks}.", "Give 1 or more.")
+    raise_first(
+        (not args.name, "Name an environment.", "`ludus env list` lists them."),
+        (args.tasks < 1, f"--tasks is {args.tasks}.", "Give 1 or more."),
+    )
     config = environment_config(args.name, overrides)
     announce(f"Building the world {config.env.name} and its tasks ...")
     world = build_world(config.env, config.rollout, config.sandbox)
@@ -59,12 +59,16 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
                 raise
             failed.append(str(error))
     if args.act == "check":
-        try:
-            check_evaluation(config, world)
-        except LudusError as error:
-            print_text(console, f"! A training run would be refused: {error}", "yellow")
+        _warn_of_refusal(console, config, world)
     if failed:
         raise UserError(" ".join(failed), "Remove a world with --env.mixture.NAME none.")
+
+
+def _warn_of_refusal(console: Console, config: Config, world: World) -> None:
+    try:
+        check_evaluation(config, world)
+    except LudusError as error:
+        print_text(console, f"! A training run would be refused: {error}", "yellow")
 
 
 def _print_settings(console: Console, name: str, config: Config) -> None:

@@ -45,9 +45,8 @@ def print_record(console: Console, record: RolloutRecord, tokenizer: Tokenizer |
             print_line(console, f"branch {len(shown) - 1}, after {shared} shared parts:", "bold")
         for kind, text in parts[shared:]:
             print_text(console, f"[{kind}] {text}", STYLES[kind])
-        for outcome in path.outcomes:
-            if outcome.status is not ToolStatus.OK:
-                print_line(console, f"tool error: {outcome.tool or 'no tool'}: {outcome.status}", "red")
+        for error in (outcome for outcome in path.outcomes if outcome.status is not ToolStatus.OK):
+            print_line(console, f"tool error: {error.tool or 'no tool'}: {error.status}", "red")
         print_text(console, _ending(path))
     if trajectory.leaves:
         print_line(console, f"mean reward of {len(trajectory.leaves)} leaves: {trajectory.reward:g}")
