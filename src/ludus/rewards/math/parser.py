@@ -244,10 +244,7 @@ class _Parser(_Cursor):
         if name in FUNCTIONS:
             return self._call(name)
         if name == "mathbb":
-            domain = self._argument()
-            if domain.op != "name" or domain.name not in "RZNQC":
-                raise NotationError("an unknown domain")
-            return ExpressionNode("domain", (), domain.name)
+            return self._domain()
         if name == "langle":
             items = self._separated(self._sum, ",")
             self.at += 1
@@ -261,6 +258,12 @@ class _Parser(_Cursor):
         if name in GREEK:
             return self._name(name)
         raise NotationError(f"the command {name[:40]!r}")
+
+    def _domain(self) -> ExpressionNode:
+        letter = self._argument()
+        if letter.op != "name" or letter.name not in "RZNQC":
+            raise NotationError("an unknown domain")
+        return ExpressionNode("domain", (), letter.name)
 
     def _root(self, name: str) -> ExpressionNode:
         degree = ExpressionNode("number", (), "whole", Fraction(3 if name == "cbrt" else 2))

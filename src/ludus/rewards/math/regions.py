@@ -6,7 +6,6 @@ values, and endpoints that floats cannot distinguish are treated as equal.
 
 from __future__ import annotations
 
-import cmath
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,18 +17,18 @@ _TOLERANCE = 1e-9
 _FLIPPED = {"<": ">", ">": "<", "≤": "≥", "≥": "≤", "=": "=", "≠": "≠"}
 _INFINITE = ExpressionNode("constant", (), "infty")
 _MAX_SPANS = 50
-_FUNCTIONS: dict[str, Callable[[complex], complex]] = {
-    **{name: vars(cmath)[name] for name in ("sin", "cos", "tan", "exp")},
-    **{f"arc{name}": vars(cmath)[f"a{name}"] for name in ("sin", "cos", "tan")},
-    "ln": cmath.log,
+_FUNCTIONS: dict[str, Callable[[float], float]] = {
+    **{name: vars(math)[name] for name in ("sin", "cos", "tan", "exp")},
+    **{f"arc{name}": vars(math)[f"a{name}"] for name in ("sin", "cos", "tan")},
+    "ln": math.log,
 }
-_OPERATIONS: dict[str, Callable[[list[complex]], complex]] = {
-    "neg": lambda args: -args[0] if args[0].imag else complex(-args[0].real),
+_OPERATIONS: dict[str, Callable[[list[float]], float]] = {
+    "neg": lambda args: -args[0],
     "add": sum,
     "mul": math.prod,
     "div": lambda args: args[0] / args[1],
-    "pow": lambda args: args[0] ** args[1],
-    "root": lambda args: args[0] ** (1 / args[1]),
+    "pow": lambda args: math.pow(args[0], args[1]),
+    "root": lambda args: math.pow(args[0], 1 / args[1]),
     "abs": lambda args: abs(args[0]),
 }
 
@@ -66,11 +65,21 @@ def region_of(node: ExpressionNode) -> Region | None:
 
 
 def approximate(node: ExpressionNode) -> float:
-    """Return the value of a constant as a float. Raises NotationError if it is unknown or not real."""
-    value = _value(node)
-    if abs(value.imag) > _TOLERANCE * max(1.0, abs(value.real)) or math.isnan(value.real):
-        raise NotationError("not real")
-    return value.real
+    """Return the value of a constant. Raises ValueError or ArithmeticError if it is unknown or not real."""
+    if node.op == "number" and node.value is not None:
+        return float(node.value)
+    if node.op == "constant" and node.name != "i":
+        return {"pi": math.pi, "e": math.e, "infty": math.inf}[node.name]
+    args = [approximate(arg) for arg in node.args]
+    if node.op == "call" and node.name in _FUNCTIONS and len(args) == 1:
+        value = _FUNCTIONS[node.name](args[0])
+    elif node.op in _OPERATIONS:
+        value = _OPERATIONS[node.op](args)
+    else:
+        raise NotationError("an unknown value")
+    if math.isnan(value):
+        raise NotationError("not a number")
+    return value
 
 
 def _region(node: ExpressionNode) -> Region:
@@ -191,18 +200,3 @@ def _combine(regions: Sequence[Region], holds: Callable[[list[bool]], bool]) -> 
 def _are_near(one: ExpressionNode, other: ExpressionNode) -> bool:
     first, second = approximate(one), approximate(other)
     return math.isclose(first, second, rel_tol=_TOLERANCE, abs_tol=_TOLERANCE)
-
-
-def _value(node: ExpressionNode) -> complex:
-    if node.op == "number" and node.value is not None:
-        return complex(node.value)
-    if node.op == "constant":
-        return {"pi": math.pi, "e": math.e, "i": 1j, "infty": math.inf}[node.name]
-    if node.op == "name":
-        raise NotationError("a variable")
-    args = [_value(arg) for arg in node.args]
-    if node.op == "call" and node.name in _FUNCTIONS and len(args) == 1:
-        return _FUNCTIONS[node.name](args[0])
-    if node.op not in _OPERATIONS:
-        raise NotationError("an unknown value")
-    return complex(_OPERATIONS[node.op](args))
