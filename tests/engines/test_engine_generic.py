@@ -77,7 +77,7 @@ def test_group_prefills_its_prompt_once_and_later_members_reuse_it(engine, hybri
     for episode in ("e", "e/1", "e/2", "e/3", "late"):
         engine.release(episode)
     play(engine, [ask(PROMPT[:1], "")])  # after the releases
-    assert not [s for s in engine._core._store._states if s.episodes != {""}]
+    assert not [s for s in engine._core._cache._states if s.episodes != {""}]
 
 
 def test_states_are_evicted_and_recomputed(engine, hybrid):
@@ -90,7 +90,7 @@ def test_states_are_evicted_and_recomputed(engine, hybrid):
         (done,) = play(engine, [ask(history, episode, num=2)])
         assert gap(hybrid, history, done) < 1e-4
     core = engine._core
-    assert sum(len(state.tokens) for state in core._store._states) <= 800
+    assert sum(len(state.tokens) for state in core._cache._states) <= 800
     assert (core.running, core._batches, core._reserved, len(core._free_slots)) == ([], [], 0, 4)
 
 

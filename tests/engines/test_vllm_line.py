@@ -77,7 +77,7 @@ def test_vllm_model_receives_all_weights_including_the_tied_head(delta):
 
 def test_broadcast_to_a_server_with_another_api_raises_engine_error():
     with pytest.raises(EngineError, match="http://there does not support weight broadcasts"):
-        make_broadcaster([Replica("http://there", LINE)], APIS["sglang"], LINE)
+        make_broadcaster([Replica("http://there", LINE)], APIS["sglang"](), LINE)
 
 
 @pytest.mark.parametrize(

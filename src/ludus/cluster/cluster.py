@@ -200,7 +200,6 @@ class Cluster:
         self.background.wait(self.group.change_engines(by, number))
 
     def engines(self) -> list[PoolMember]:
-        """The ready engines, by number."""
         return sorted(self.group.engines.members.values(), key=lambda member: member.number)
 
     def _check_starts_engines(self) -> None:

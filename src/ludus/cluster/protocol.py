@@ -164,7 +164,6 @@ class WorkerResponse:
     records: tuple[logging.LogRecord, ...] = ()
 
     def take(self) -> object:
-        """Return the value, or raise the error."""
         if self.error is None:
             return self.value
         raise self.error from TimeoutError() if self.late else None

@@ -192,8 +192,16 @@ class WorkerPool:
 
     async def _while_alive(self, member: PoolMember, work: Coroutine[None, None, None]) -> None:
         """Run work on a member until it stops responding to pings. Raises the error of the work or the ping."""
-        doing = asyncio.create_task(work)
-        unresponsive = asyncio.create_task(self._until_unresponsive(member))
+
+        async def until_unresponsive() -> LudusError:
+            while True:
+                await asyncio.sleep(_HEARTBEAT_S)
+                try:
+                    await self._heartbeat(member)
+                except LudusError as error:
+                    return error
+
+        doing, unresponsive = asyncio.create_task(work), asyncio.create_task(until_unresponsive())
         try:
             await asyncio.wait({doing, unresponsive}, return_when=asyncio.FIRST_COMPLETED)
         finally:
@@ -213,15 +221,6 @@ class WorkerPool:
         member.watch = asyncio.create_task(self._watch(member))
         location = member.started
         log.info("%s %d runs at %s (%d)", self.kind, member.number, location.host, location.pid)
-
-    async def _until_unresponsive(self, member: PoolMember) -> LudusError:
-        """Wait until a member stops responding to pings; return the error."""
-        while True:
-            await asyncio.sleep(_HEARTBEAT_S)
-            try:
-                await self._heartbeat(member)
-            except LudusError as error:
-                return error
 
     async def _end(self, member: PoolMember) -> None:
         await member.remote.kill()
@@ -264,7 +263,6 @@ class WorkerPool:
             member.watch.cancel()
 
     def drain(self, member: PoolMember) -> None:
-        """Drain and stop a member."""
         member.is_draining = True
         self._drop(member)
         self.run_in_background(self._drain(member))
@@ -306,7 +304,6 @@ class WorkerPool:
 
 
 def _track(tasks: set[asyncio.Task[None]], work: Coroutine[None, None, None]) -> asyncio.Task[None]:
-    """Start a task and add it to the set until it is done."""
     task = asyncio.create_task(work)
     tasks.add(task)
     task.add_done_callback(tasks.discard)

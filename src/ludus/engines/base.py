@@ -114,11 +114,9 @@ class EngineStats:
         return self.cached_tokens / num_context if num_context else 0.0
 
     def __sub__(self, earlier: EngineStats) -> EngineStats:
-        """Return the difference since `earlier`."""
         return EngineStats(*map(operator.sub, astuple(self), astuple(earlier)))
 
     def __add__(self, other: EngineStats) -> EngineStats:
-        """Return the sum of two engines' counters."""
         return EngineStats(*map(operator.add, astuple(self), astuple(other)))
 
     def metrics(self) -> dict[str, float]:

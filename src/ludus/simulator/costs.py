@@ -50,7 +50,6 @@ class EngineCost(_Numbers):
             raise UserError("A forward pass takes no time.", "Set pass_s or sequence_s above 0.")
 
     def seconds(self, running: float) -> float:
-        """Return the seconds of one pass with `running` sequences."""
         return self.pass_s + self.sequence_s * running
 
 
@@ -81,12 +80,10 @@ class ToolCost(_Numbers):
 
     @property
     def mean_s(self) -> float:
-        """Mean seconds of all calls."""
         plain = self.median_s * math.exp(self.spread**2 / 2)
         return (1 - self.stragglers) * plain + self.stragglers * self.slow * self.median_s
 
     def draw(self, source: random.Random) -> float:
-        """Draw the seconds of one call."""
         if self.stragglers and source.random() < self.stragglers:
             return self.median_s * self.slow
         return self.median_s * math.exp(source.gauss(0.0, self.spread)) if self.spread else self.median_s
@@ -119,7 +116,6 @@ class EpisodeShape(_Numbers):
         return minimum + (source.random() < self.turns - minimum)
 
     def draw_action(self, source: random.Random) -> int:
-        """Draw the number of tokens of one action."""
         if not self.most or self.action == 1:
             return max(1, round(self.action))
         drawn = 1 + math.floor(math.log(1 - source.random()) / math.log(1 - 1 / self.action))
@@ -178,10 +174,8 @@ class RunLayout(_Numbers):
 
     @property
     def episodes(self) -> int:
-        """Number of episodes per step."""
         return self.groups * self.members
 
     @property
     def max_in_flight(self) -> int:
-        """Maximum number of concurrent episodes."""
         return self.concurrency or self.episodes * (self.max_staleness + 1 if self.mode == "async" else 1)

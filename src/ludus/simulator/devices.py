@@ -90,7 +90,6 @@ class Overlap:
             self.duty = 1 / (1 + times)
 
     def set_learning(self, learning: bool) -> None:
-        """Record that the learner starts or stops."""
         with _changing_speed(self.engines if self.factor < 1 else ()):
             self._learning = learning
 
@@ -255,13 +254,11 @@ class SimLearner:
         self.overlap.set_learning(False)
 
     def advance(self) -> None:
-        """Advance the state to the current time at the current speed."""
         elapsed_s, self._at = now() - self._at, now()
         if self._done is not None:
             self._left_s -= elapsed_s * self.overlap.learner_speed
 
     def schedule(self) -> None:
-        """Set the timer to the end of the work."""
         if self._timer is not None:
             self._timer.cancel()
         if self._done is not None:
@@ -291,11 +288,9 @@ class DevicePool:
         return number
 
     def leave(self, number: int) -> None:
-        """Remove an episode from its engine."""
         self._loads[number] -= 1
 
     async def load_weights(self, version: int, seconds: float) -> None:
-        """Update all engines concurrently."""
         await asyncio.gather(*(engine.load_weights(version, seconds) for engine in self.engines))
 
     def drain_counts(self) -> EngineCounts:

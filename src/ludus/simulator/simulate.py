@@ -52,7 +52,6 @@ class EpisodeSampler:
     _source: random.Random = field(default_factory=random.Random)
 
     def actions(self, group: int, member: int) -> list[int]:
-        """Return the number of tokens of each turn."""
         source = self._seeded(group, member)
         return [self.shape.draw_action(source) for _ in range(self.shape.draw_turns(source))]
 

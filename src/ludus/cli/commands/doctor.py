@@ -114,7 +114,7 @@ def _print_findings(folder: Path, steps: int, as_json: bool) -> int:
         print_text(console, f"{finding.severity:5}  {finding.topic}: {finding.text}.", style)
         print_text(console, f"       {finding.remedy}")
     for cause, topics in consequences.items():
-        print_text(console, f"Explained by {cause} (see them with --json): {', '.join(dict.fromkeys(topics))}.")
+        print_text(console, f"{len(topics)} findings follow from {cause} (--json has them in full): {', '.join(dict.fromkeys(topics))}.")
     numbers = f"{len(data.rows)} steps, {len(data.records)} rollouts of the last {min(steps, len(data.rows))}"
     read = f"{numbers}, {len(data.evaluations)} evaluations"
     counts = Counter(finding.severity for finding in found)
@@ -332,13 +332,13 @@ async def _token_speed(base: str, api: str) -> str:
     from ludus.engines.remote.http_client import RemoteEngineSettings, Replica
     from ludus.types import SamplingParams
 
-    server = APIS[api]
-    facts = await asyncio.to_thread(server.describe, base)
+    server = APIS[api]()
+    server.facts = await asyncio.to_thread(server.describe, base)
     replica = Replica(base, RemoteEngineSettings(timeout_s=60.0, connect_timeout_s=0.0))
 
     async def sample(num: int, name: str) -> int:
         request = Request(name, _PROMPT, SamplingParams(max_new_tokens=num, seed=1))
-        return len((await server.generate(replica, facts, name, request, "")).tokens)
+        return len((await server.generate(replica, name, request, "")).tokens)
 
     try:
         return await _measure_speed(sample)

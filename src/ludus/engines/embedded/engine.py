@@ -23,9 +23,9 @@ import torch
 from ludus.engines.base import BASE, DEFAULT, AdapterVersions, EngineStats, Request, check_fits, check_params
 from ludus.engines.embedded.generic_scheduler import GenericForward, GenericScheduler, StateStore
 from ludus.engines.embedded.kv_cache import PAGE, RadixCache, root_name
-from ludus.engines.embedded.model_runner import RaggedForward
+from ludus.engines.embedded.model_runner import ModelRunner, RaggedForward
 from ludus.engines.embedded.sampler import GuideCompiler, GuideState
-from ludus.engines.embedded.scheduler import BatchScheduler, SequenceScheduler, SequenceState
+from ludus.engines.embedded.scheduler import BatchScheduler, PrefixCache, SequenceScheduler, SequenceState
 from ludus.engines.models.fingerprint import fingerprint_adapted
 from ludus.engines.models.lora import is_peft
 from ludus.errors import EngineBusy, EngineError, RequestRejected, SyncError, UserError
@@ -37,6 +37,7 @@ if TYPE_CHECKING:
 log = logging.getLogger("ludus.engine")
 
 _Pending = tuple[SequenceState, Future[Completion]]
+_Scheduler = SequenceScheduler[ModelRunner, PrefixCache]
 
 _STREAM_INTERVAL_S = 0.02
 
@@ -338,7 +339,7 @@ class LocalEngine:
 
 def _make_scheduler(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: EngineSettings
-) -> tuple[SequenceScheduler, bool]:
+) -> tuple[_Scheduler, bool]:
     """Return a scheduler and whether it is batch-invariant: paged if the model supports it, otherwise generic."""
     num_pages = max(-(-settings.kv_cache_tokens // PAGE), -(-settings.context_tokens // PAGE), 16)
     pass_tokens = max(settings.pass_tokens, settings.max_batch)
@@ -393,13 +394,12 @@ class SessionCache:
     passes, so that no weight update falls between an episode's cache lookup and its first pass.
     """
 
-    core: SequenceScheduler
+    core: _Scheduler
     keep_on_update: bool
     _histories: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
     _cache_roots: dict[str, str] = field(default_factory=dict, init=False)
 
     def __len__(self) -> int:
-        """Number of tracked episodes."""
         return len(self._histories.keys() | self._cache_roots.keys())
 
     def add(self, sequence: SequenceState) -> None:
@@ -428,7 +428,7 @@ class SessionCache:
 class ComputeThread:
     """Thread that runs a scheduler; `submit` and `call` run functions on it between two passes."""
 
-    def __init__(self, core: SequenceScheduler, threads: int) -> None:
+    def __init__(self, core: _Scheduler, threads: int) -> None:
         self._core, self._threads = core, threads
         self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()

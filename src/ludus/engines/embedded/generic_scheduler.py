@@ -28,7 +28,7 @@ from ludus.engines.models.lora import AdapterBank, is_peft
 from ludus.errors import UserError
 
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+    from transformers import PreTrainedModel
 
 State = Any
 """A cache as returned by a model: an object of transformers, or tensors in lists; None before the first token."""
@@ -212,7 +212,6 @@ class Batch:
     sequences: list[SequenceState]
 
     def row(self, sequence: SequenceState) -> State:
-        """Return a copy of one sequence's state."""
         return select(self.state, [self.sequences.index(sequence)], len(self.sequences))
 
     def rows(self) -> list[Batch]:
@@ -285,39 +284,28 @@ class StateStore:
     drop_adapter = clear
 
 
-class GenericScheduler(SequenceScheduler):
+class GenericScheduler(SequenceScheduler[GenericForward, StateStore]):
     """Scheduler over a `GenericForward`."""
 
-    def __init__(
-        self,
-        forward: GenericForward,
-        tokenizer: PreTrainedTokenizerBase | None,
-        store: StateStore,
-        num_slots: int,
-        pass_tokens: int,
-    ) -> None:
-        super().__init__(forward, tokenizer, store, num_slots, pass_tokens)
-        self._forward, self._store = forward, store
-        self._batches: list[Batch] = []
+    _batches: Sequence[Batch] = ()
 
     def release_episode(self, episode: str, cache_root: str, tokens: tuple[int, ...]) -> None:
-        self._store.release(episode)
+        self._cache.release(episode)
 
     def _try_start(self, sequence: SequenceState) -> tuple[bool, bool]:
         longest = sequence.num_prompt + sequence.limit
         if any(_computes_prefix_of(sequence, other) for other in self.running):
             return False, True
-        if self.running and self._reserved + longest > self._store.max_tokens:
+        if self.running and self._reserved + longest > self._cache.max_tokens:
             return False, False
-        state, length = (None, 0) if sequence.scores is not None else self._store.take(sequence)
+        state, length = (None, 0) if sequence.scores is not None else self._cache.take(sequence)
         sequence.reserved = longest
         self._begin(sequence, length)
-        self._store.evict(self._reserved)
-        self._batches.append(Batch(state, [sequence]))
+        self._cache.evict(self._reserved)
+        self._batches = [*self._batches, Batch(state, [sequence])]
         return True, True
 
     def _plan(self) -> list[tuple[SequenceState, Chunk]]:
-        """Merge batches of equal length and plan the next tokens of each."""
         self._batches = list(self._merged())
         plan: list[tuple[SequenceState, Chunk]] = []
         for batch in self._batches:
@@ -331,7 +319,7 @@ class GenericScheduler(SequenceScheduler):
         """Yield the batches regrouped by equal length. Stale states, of sequences to recompute, are dropped."""
         groups: dict[_Key, list[Batch]] = {}
         for batch in self._batches:
-            if not self._forward.mode.has_cache:
+            if not self.runner.mode.has_cache:
                 for sequence in batch.sequences:
                     sequence.num_computed = 0
             if batch.sequences[0].num_computed == 0:
@@ -347,7 +335,7 @@ class GenericScheduler(SequenceScheduler):
         chosen: list[Batch] = []
         for batch in [*batches, None]:
             count = sum(len(b.sequences) for b in chosen)
-            fits = batch is not None and self._forward.mode.merges and count + len(batch.sequences) <= size
+            fits = batch is not None and self.runner.mode.merges and count + len(batch.sequences) <= size
             if chosen and not fits:
                 state = merge([b.state for b in chosen]) if len(chosen) > 1 else chosen[0].state
                 yield Batch(state, [sequence for b in chosen for sequence in b.sequences])
@@ -361,7 +349,7 @@ class GenericScheduler(SequenceScheduler):
     def _num_next(self, sequence: SequenceState) -> int:
         """Return how many tokens of a sequence are computed next; a new prompt without its last token first."""
         pending = len(sequence.tokens) - sequence.num_computed
-        mode = self._forward.mode
+        mode = self.runner.mode
         if not mode.has_cache:
             return pending
         if sequence.scores is None and _is_new_prompt(sequence):
@@ -383,11 +371,11 @@ class GenericScheduler(SequenceScheduler):
 
     def _pass(self, batch: Batch, plan: list[tuple[SequenceState, Chunk]]) -> Pass:
         begin = time.perf_counter()
-        ids = torch.tensor([chunk.ids for _, chunk in plan], device=self._forward.device)
+        ids = torch.tensor([chunk.ids for _, chunk in plan], device=self.runner.device)
         first = batch.sequences[0]
         scored = first.scores is not None
         start = first.num_computed
-        logits, batch.state = self._forward.logits(ids, start, batch.state, first.adapter, all_rows=scored)
+        logits, batch.state = self.runner.logits(ids, start, batch.state, first.adapter, all_rows=scored)
         ended = [start + ids.shape[1] == len(s.tokens) for s in batch.sequences]
         rows = [] if scored else [s for s, last in zip(batch.sequences, ended, strict=True) if last]
         flat = logits.flatten(0, 1)
@@ -404,9 +392,9 @@ class GenericScheduler(SequenceScheduler):
                 self._finish(sequence)
             elif sequence.num_committed == 0 and sequence.num_computed == sequence.num_prompt - 1:
                 sequence.num_committed = sequence.num_computed
-                if sequence.scores is None and self._forward.mode.has_cache:  # for the rest of its group
-                    self._store.put(sequence, self._batch_of(sequence).row(sequence), shared=True)
-                    self._store.evict(self._reserved)
+                if sequence.scores is None and self.runner.mode.has_cache:  # for the rest of its group
+                    self._cache.put(sequence, self._batch_of(sequence).row(sequence), shared=True)
+                    self._cache.evict(self._reserved)
 
     def _batch_of(self, sequence: SequenceState) -> Batch:
         return next(batch for batch in self._batches if any(other is sequence for other in batch.sequences))
@@ -417,11 +405,11 @@ class GenericScheduler(SequenceScheduler):
         batch = self._batch_of(sequence)
         kept = sequence.error is None and sequence.scores is None and sequence.request.episode
         if kept and sequence.num_computed and batch.state is not None:
-            self._store.put(sequence, batch.row(sequence), shared=False)
-            self._store.evict(self._reserved)
+            self._cache.put(sequence, batch.row(sequence), shared=False)
+            self._cache.evict(self._reserved)
         batch.remove(sequence)
         if not batch.sequences:
-            self._batches.remove(batch)
+            self._batches = [other for other in self._batches if other is not batch]
 
 
 def _is_new_prompt(sequence: SequenceState) -> bool:

@@ -198,7 +198,6 @@ class RadixCache:
             self.root(name).children = {}
 
     def drop_adapter(self, adapter: str) -> None:
-        """Drop all entries and roots of an unloaded adapter."""
         self.clear(adapter)
         for name in self._root_names(adapter):
             del self._roots[name]
@@ -250,45 +249,40 @@ class LayerShape:
     value_width: int
 
 
+@dataclass(eq=False)
 class PagePool:
     """Keys and values per layer, `[pages, heads, PAGE, width]`; `transposed`: keys `[pages, heads, width, PAGE]`.
 
-    `padding`: one more page, number `num_pages`.
+    `padding`: one more page, number `num_pages`. `generation` counts the allocations of the memory.
     """
 
-    def __init__(
-        self,
-        layers: list[LayerShape],
-        num_pages: int,
-        dtype: torch.dtype,
-        device: torch.device,
-        transposed: bool = False,
-        padding: bool = False,
-    ) -> None:
-        self.num_pages = num_pages
-        pages = num_pages + padding
-        self._shapes = [
-            (
-                (pages, s.heads, *((s.key_width, PAGE) if transposed else (PAGE, s.key_width))),
-                (pages, s.heads, PAGE, s.value_width),
-            )
-            for s in layers
-        ]
-        self._dtype_and_device = dtype, device
-        self.generation = 0
-        """Number of allocations of the memory."""
+    layers: list[LayerShape]
+    num_pages: int
+    dtype: torch.dtype
+    device: torch.device
+    transposed: bool = False
+    padding: bool = False
+    generation: int = field(default=0, init=False)
+    keys: list[Tensor] = field(default_factory=list, init=False)
+    values: list[Tensor] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
         self.allocate()
 
     def allocate(self) -> None:
         """Allocate the memory, filled with zeros."""
         self.generation += 1
-        self.keys = [lazy_zeros(key, *self._dtype_and_device) for key, _ in self._shapes]
-        self.values = [lazy_zeros(value, *self._dtype_and_device) for _, value in self._shapes]
+        self.keys, self.values = [], []
+        for shape in self.layers:
+            pages = (self.num_pages + self.padding, shape.heads)
+            key = (shape.key_width, PAGE) if self.transposed else (PAGE, shape.key_width)
+            self.keys.append(lazy_zeros((*pages, *key), self.dtype, self.device))
+            self.values.append(lazy_zeros((*pages, PAGE, shape.value_width), self.dtype, self.device))
 
     def free(self) -> None:
         """Free all memory and its contents; on a GPU also for other processes."""
         self.keys, self.values = [], []
-        if self._dtype_and_device[1].type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
     def copy(self, source: int, target: int) -> None:

@@ -14,7 +14,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
 
 import numpy as np
 import torch
@@ -141,14 +141,18 @@ class PrefixCache(Protocol):
         """Drop everything of an unloaded adapter."""
 
 
-class SequenceScheduler(ABC):
+Runner_co = TypeVar("Runner_co", bound=ModelRunner, covariant=True)
+Cache_co = TypeVar("Cache_co", bound=PrefixCache, covariant=True)
+
+
+class SequenceScheduler(ABC, Generic[Runner_co, Cache_co]):
     """Request queue and running sequences; subclasses plan and compute the passes."""
 
     def __init__(
         self,
-        forward: ModelRunner,
+        forward: Runner_co,
         tokenizer: PreTrainedTokenizerBase | None,
-        cache: PrefixCache,
+        cache: Cache_co,
         num_slots: int,
         pass_tokens: int,
     ) -> None:
@@ -289,7 +293,6 @@ class SequenceScheduler(ABC):
         self.stats = replace(self.stats, cached_tokens=self.stats.cached_tokens + num_cached)
 
     def _release_slot(self, sequence: SequenceState) -> None:
-        """Remove a running sequence."""
         self.running.remove(sequence)
         self._free_slots.append(sequence.slot)
         self._reserved -= sequence.reserved
@@ -331,7 +334,7 @@ class SequenceScheduler(ABC):
         """Update the cache after a step and finish the sequences that have ended."""
 
 
-class BatchScheduler(SequenceScheduler):
+class BatchScheduler(SequenceScheduler[RaggedForward, RadixCache]):
     """Scheduler of ragged passes over a paged cache: every pass may hold tokens of all sequences."""
 
     def __init__(
@@ -344,7 +347,6 @@ class BatchScheduler(SequenceScheduler):
     ) -> None:
         """`slots` is (maximum number of running sequences, maximum length in tokens)."""
         super().__init__(forward, tokenizer, tree, slots[0], pass_tokens)
-        self._forward = forward
         self.tree = tree
         self._table = np.zeros((slots[0], -(-slots[1] // PAGE)), dtype=np.int32)
         self.block = ROW_BLOCK
@@ -359,7 +361,7 @@ class BatchScheduler(SequenceScheduler):
 
     def sleep(self) -> None:
         super().sleep()
-        self._forward.pool.free()
+        self.runner.pool.free()
 
     def _try_start(self, sequence: SequenceState) -> tuple[bool, bool]:
         match = CacheMatch([])
@@ -378,7 +380,7 @@ class BatchScheduler(SequenceScheduler):
         if match.source is not None and not match.owned:
             source = match.source.page
             self._take_page(sequence, listed=True)
-            self._forward.pool.copy(source, path[-1].page)
+            self.runner.pool.copy(source, path[-1].page)
         while len(path) * PAGE < len(sequence.tokens):
             self._take_page(sequence, listed=sequence.scores is None)
         return True, True
@@ -409,7 +411,7 @@ class BatchScheduler(SequenceScheduler):
         begin = time.perf_counter()
         try:
             keep, rows = _select_rows(plan)
-            logits = self._forward.logits([chunk for _, chunk in plan], self._table, keep, self.block)
+            logits = self.runner.logits([chunk for _, chunk in plan], self._table, keep, self.block)
             computed = time.perf_counter()
             draw = self._draw(rows, logits)
             return [Pass(plan, rows, logits, draw, computed - begin, time.perf_counter() - computed)]

@@ -125,6 +125,8 @@ class ApiAdapter(ABC):
     """Path and body of the request that pauses computation and keeps the requests."""
     RESUME: ClassVar[str]
     UNLOAD_ADAPTER: ClassVar[str]
+    facts: ServerFacts
+    """Properties of the replicas, equal for all; set before the first request."""
 
     def describe(self, url: str) -> ServerFacts:
         """Query the server's properties. Raises EngineError, UserError for an invalid address."""
@@ -135,13 +137,11 @@ class ApiAdapter(ABC):
         return ServerFacts(model.id, model.max_model_len, model.batch_invariant, logprobs="exact" if is_ludus else None)
 
     @abstractmethod
-    async def generate(
-        self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
-    ) -> SampledTokens:
+    async def generate(self, replica: Replica, name: str, request: Request, adapter: str) -> SampledTokens:
         """Sample one action; `name` is the request id, the same for retries, `adapter` a loaded one, "" for none."""
 
     @abstractmethod
-    async def score(self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str) -> list[float]:
+    async def score(self, replica: Replica, token_ids: Sequence[int], adapter: str) -> list[float]:
         """Return the log-probability of each token at temperature 1; 0 for the first."""
 
     @abstractmethod
@@ -190,11 +190,9 @@ class VllmApi(ApiAdapter):
     RESUME = "/resume"
     UNLOAD_ADAPTER = "/v1/unload_lora_adapter"
 
-    async def generate(
-        self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
-    ) -> SampledTokens:
+    async def generate(self, replica: Replica, name: str, request: Request, adapter: str) -> SampledTokens:
         """Request one completion from token ids. Penalties and end-of-text handling are disabled."""
-        params, room = request.params, facts.context_tokens - len(request.token_ids)
+        params, room = request.params, self.facts.context_tokens - len(request.token_ids)
         body = _sampling(params) | _PENALTIES_OFF
         if params.guide is not None:  # in the format of vLLM 0.12 and later
             kind = {"json_schema": "json", "regex": "regex", "lark": "grammar"}[params.guide.kind]
@@ -203,7 +201,7 @@ class VllmApi(ApiAdapter):
             "top_k": params.top_k,
             "seed": params.seed & _SEED,
             "include_stop_str_in_output": True,
-            "model": adapter or facts.model,
+            "model": adapter or self.facts.model,
             "request_id": name,
             "prompt": request.token_ids,
             "max_tokens": min(params.max_new_tokens, room),
@@ -233,8 +231,8 @@ class VllmApi(ApiAdapter):
             _top(top, params, len(choice.token_ids), replica.url),
         )
 
-    async def score(self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str) -> list[float]:
-        body = {"model": adapter or facts.model, "prompt": list(token_ids), "prompt_logprobs": 0}
+    async def score(self, replica: Replica, token_ids: Sequence[int], adapter: str) -> list[float]:
+        body = {"model": adapter or self.facts.model, "prompt": list(token_ids), "prompt_logprobs": 0}
         body |= {"max_tokens": 0, "echo": True, "temperature": 0.0, "return_token_ids": True}
         choice = (await replica.post("/v1/completions", body, _Completion)).choices[0]
         entries = choice.prompt_logprobs or []
@@ -329,10 +327,8 @@ class SglangApi(ApiAdapter):
     RESUME = "/continue_generation"
     UNLOAD_ADAPTER = "/unload_lora_adapter"
 
-    async def generate(
-        self, replica: Replica, facts: ServerFacts, name: str, request: Request, adapter: str
-    ) -> SampledTokens:
-        params, room = request.params, facts.context_tokens - len(request.token_ids)
+    async def generate(self, replica: Replica, name: str, request: Request, adapter: str) -> SampledTokens:
+        params, room = request.params, self.facts.context_tokens - len(request.token_ids)
         sampling = _sampling(params) | {
             "top_k": params.top_k or -1,
             "max_new_tokens": min(params.max_new_tokens, room),
@@ -356,7 +352,7 @@ class SglangApi(ApiAdapter):
         finish = response.meta_info.finish_reason
         return SampledTokens(tokens, tuple(logprobs), _finish(finish.type if finish else None, replica.url), None, top)
 
-    async def score(self, replica: Replica, facts: ServerFacts, token_ids: Sequence[int], adapter: str) -> list[float]:
+    async def score(self, replica: Replica, token_ids: Sequence[int], adapter: str) -> list[float]:
         body: dict[str, object] = {"input_ids": list(token_ids), "return_logprob": True}
         body |= {"logprob_start_len": 0, "sampling_params": {"max_new_tokens": 0, "temperature": 0.0}}
         response = await replica.post("/generate", body | _lora_path(adapter), _SglangResponse)

@@ -71,7 +71,6 @@ class Router:
             self._by_episode[episode] = replica
 
     def release(self, episode: str) -> None:
-        """Remove an episode's routing and pin."""
         self._by_episode.pop(episode, None)
         self.pins.pop(episode, None)
 
@@ -121,7 +120,7 @@ class InflightRequest:
             wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
 
 
-APIS: Mapping[str, ApiAdapter] = {"vllm": api_adapters.VllmApi(), "sglang": api_adapters.SglangApi()}
+APIS: Mapping[str, type[ApiAdapter]] = {"vllm": api_adapters.VllmApi, "sglang": api_adapters.SglangApi}
 
 _MODE_PROBE = SamplingParams(temperature=2.0, max_new_tokens=16, seed=1)
 _SAME_NATS = 1e-3
@@ -148,24 +147,25 @@ class ServerEngine:
         lora_scaling: float | None = None,
     ) -> None:
         settings = settings or RemoteEngineSettings()
-        self._api, self._settings = APIS[api], settings
+        self._api, self._settings = APIS[api](), settings
         self._replicas = [self._replica(url.strip().rstrip("/")) for url in urls if url.strip()]
-        self._facts = _check_same_model([self._api.describe(replica.url) for replica in self._replicas])
+        facts = _check_same_model([self._api.describe(replica.url) for replica in self._replicas])
+        self._api.facts = facts
         self._lora_scaling = lora_scaling
         self._router = Router(self._replicas)
         self._name = secrets.token_hex(6)
         self._inflight: set[InflightRequest] = set()
         self._num_names = 0
         self._weights = WeightPublisher(
-            self._api, self._replicas, settings, self._name, reports_versions=self._facts.logprobs == "exact"
+            self._api, self._replicas, settings, self._name, reports_versions=facts.logprobs == "exact"
         )
-        self._mode: LogprobMode | None = self._facts.logprobs
+        self._mode: LogprobMode | None = facts.logprobs
         self._stats = ServerStats(lambda: self.urls)
         self._rolling: RollingUpdates | None = None
 
     @property
     def context_tokens(self) -> int:
-        return self._facts.context_tokens
+        return self._api.facts.context_tokens
 
     @property
     def version(self) -> int:
@@ -174,7 +174,7 @@ class ServerEngine:
     @property
     def batch_invariant(self) -> bool:
         """Whether the server reports batch invariance; vLLM and SGLang do not."""
-        return self._facts.batch_invariant
+        return self._api.facts.batch_invariant
 
     async def generate(self, request: Request) -> Completion:
         check_fits(request, self.context_tokens)
@@ -240,7 +240,7 @@ class ServerEngine:
         async def push(replica: Replica, check: WeightCheck) -> None:
             await self._weights.push_staged(replica)
             theirs = await self._api.fingerprint(replica, BASE)
-            check.check(theirs, await self._score(replica, check.probe, BASE))
+            check.check(theirs, await self._api.score(replica, check.probe, BASE))
 
         placement = Placement(self._replicas, self.version, max_lag)
         self._rolling = RollingUpdates(placement, self._weights.stage, push, is_alive)
@@ -264,7 +264,7 @@ class ServerEngine:
     async def join(self, url: str) -> None:
         """Add a replica, after sending and verifying the last weights. Raises EngineError, SyncError or UserError."""
         replica = self._replica(url)
-        _check_same_model([self._facts, await asyncio.to_thread(self._api.describe, url)])
+        _check_same_model([self._api.facts, await asyncio.to_thread(self._api.describe, url)])
         await self._weights.sync_replica(replica)
         self._replicas.append(replica)
         self._start_due_updates()
@@ -315,7 +315,7 @@ class ServerEngine:
             )
         with self._weights.adapters.using(adapter) as served:
             rows = await _call_all(
-                self._replicas, lambda r: self._with_adapter(r, served, partial(self._score, r, token_ids))
+                self._replicas, lambda r: self._with_adapter(r, served, partial(self._api.score, r, token_ids))
             )
         first, expected = next(iter(rows.items()))
         for replica, row in rows.items():
@@ -332,7 +332,6 @@ class ServerEngine:
         return self._stats.stats(reset=reset)
 
     async def close(self) -> None:
-        """Close the connections; the servers keep running."""
         await self._stats.close()
         for call in self._inflight:
             call.end()
@@ -369,7 +368,7 @@ class ServerEngine:
 
         async def sample(name: str) -> SampledTokens:
             call.name = self._new_name()
-            return await self._api.generate(replica, self._facts, call.name, request, name)
+            return await self._api.generate(replica, call.name, request, name)
 
         for _ in range(2):
             first = self._router.is_new(request.episode)
@@ -388,9 +387,6 @@ class ServerEngine:
             f"{replica.url} samples from weights {labels}, but was sent {before}.",
             "Check whether it was restarted or another client updates it.",
         )
-
-    async def _score(self, replica: Replica, token_ids: Sequence[int], adapter: str) -> list[float]:
-        return await self._api.score(replica, self._facts, token_ids, adapter)
 
     async def _with_adapter(
         self, replica: Replica, adapter: RemoteAdapter | None, call: Callable[[str], Awaitable[Answer]]
@@ -424,8 +420,8 @@ class ServerEngine:
             return
         if self._mode is None:  # at a high temperature, only raw log-probabilities match scoring
             probe = Request("", (0,), _MODE_PROBE)
-            sampled = await self._api.generate(replica, self._facts, self._new_name(), probe, BASE)
-            scores = await self._score(replica, probe.token_ids + sampled.tokens, BASE)
+            sampled = await self._api.generate(replica, self._new_name(), probe, BASE)
+            scores = await self._api.score(replica, probe.token_ids + sampled.tokens, BASE)
             gaps = [abs(a - b) for a, b in zip(scores[1:], sampled.logprobs, strict=True)]
             self._mode = "raw" if max(gaps, default=math.inf) < _SAME_NATS else "processed"
         _check_mode(replica.url, self._mode, params)

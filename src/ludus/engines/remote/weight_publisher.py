@@ -225,14 +225,20 @@ class LoraPublisher:
 
     def _unload_unused(self) -> None:
         """Unload outdated adapters without users from all servers, in the background."""
+
+        async def drop(remote: RemoteAdapter) -> None:
+            await self._unload(remote)
+            await asyncio.to_thread(shutil.rmtree, remote.folder, ignore_errors=True)
+
         for remote in [one for one in self._loaded if not (self._users[one] or one in self._current.values())]:
             self._loaded.remove(remote)
-            task = asyncio.get_running_loop().create_task(self._unload(remote))
+            self._users.pop(remote, None)
+            task = asyncio.get_running_loop().create_task(drop(remote))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
 
     async def _unload(self, remote: RemoteAdapter) -> None:
-        """Unload an adapter from the reachable servers and remove its folder."""
+        """Unload an adapter from the reachable servers."""
 
         async def unload(replica: Replica) -> None:
             try:
@@ -241,7 +247,6 @@ class LoraPublisher:
                 log.info("%s failed to unload adapter %s: %s", replica.url, remote.name, error)
 
         await asyncio.gather(*(unload(replica) for replica in self.replicas if not replica.is_down))
-        await asyncio.to_thread(shutil.rmtree, remote.folder, ignore_errors=True)
 
 
 KNOWN_LABELS = 1000
