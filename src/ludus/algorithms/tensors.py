@@ -281,17 +281,9 @@ class TokenBatch:
     expert: Tensor | None = None
 
     def __post_init__(self) -> None:
-        check_shapes(
-            self.mask,
-            logprobs=self.logprobs,
-            old_logprobs=self.old_logprobs,
-            behavior_logprobs=self.behavior_logprobs,
-            advantages=self.advantages,
-        )
-        if self.ref_logprobs is not None:
-            check_shapes(self.mask, ref_logprobs=self.ref_logprobs)
-        if self.entropy is not None:
-            check_shapes(self.mask, entropy=self.entropy)
+        named = ("logprobs", "old_logprobs", "behavior_logprobs", "advantages", "ref_logprobs", "entropy")
+        given = zip(named, attrgetter(*named)(self), strict=True)
+        check_shapes(self.mask, **{name: one for name, one in given if one is not None})
 
 
 @dataclass(frozen=True, slots=True)

@@ -42,13 +42,9 @@ from ludus.types import Path, StopReason, Task, Trajectory
 
 
 class Estimates(NamedTuple):
-    """Model estimates of the compared samples, in order, per action token `[n_i]`.
+    """Model estimates of the compared samples (`ESTIMATE_NAMES`), in order, per action token `[n_i]`.
 
-    `kl` to the reference, `values` of the critic, `outcome_probs` of an outcome critic, `prm_logprobs` of the
-    process reward model with `ref_logprobs` of its reference; `old_logprobs`, `entropies` and
-    `sum_pi_squared` (sum of squared probabilities) of the policy at the start of the step; `bootstrap` [one
-    per path], the critic's value after the last action token, 0 for episodes that terminated. None if the
-    algorithm does not use it.
+    `bootstrap` [one per path] is 0 for episodes that terminated. None if the algorithm does not use it.
     """
 
     kl: Sequence[Tensor] | None = None
@@ -85,7 +81,7 @@ ESTIMATE_NAMES = (
     "sum of squared probabilities",
     "value of the critic at the end",
 )
-"""Names of the estimates in messages, in the order of `Estimates`."""
+"""Descriptions of the estimates, in the order of `Estimates`."""
 UNKNOWN = Estimates()
 """No estimates."""
 

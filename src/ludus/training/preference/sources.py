@@ -43,17 +43,7 @@ from ludus.training.run.session import (
 )
 
 
-class SilentReporter:
-    """Reporter that ignores all events."""
-
-    def phase(self, name: str, total: int | None, engine: Engine | None = None) -> None:
-        """Do nothing."""
-
-    def episode(self, episode: Episode) -> None:
-        """Do nothing."""
-
-
-async def _sample_attempts(session: TrainingSession, engine: Engine, reporter: EpisodeReporter) -> list[Episode]:
+async def _sample_attempts(session: TrainingSession, engine: Engine, reporter: EpisodeReporter | None) -> list[Episode]:
     """Sample `samples` attempts at `tasks` tasks, or all if there are fewer; attempts at a task are consecutive."""
     config, world, settings = session.config, session.world, session.config.preference
     num = min(settings.tasks, len(world.tasks("train")))
@@ -63,6 +53,8 @@ async def _sample_attempts(session: TrainingSession, engine: Engine, reporter: E
     async with closing(world):
         await WeightSync.of(config, session.model, engine, probe_tokens(session)).publish(0)
         scheduler = session_scheduler(session, engine, plan, Ledger())
+        if reporter is None:
+            return await scheduler.run(requests)
         reporter.phase("attempts", len(requests), engine)
         return await scheduler.run(requests, reporter.episode)
 
@@ -93,7 +85,7 @@ def gather_pairs(session: TrainingSession, reporter: EpisodeReporter | None = No
         pairs = pairs_of_rollouts(files, settings.min_reward_gap, limit, _pair_maker(session))
         fault = f"No group of {settings.run} has two attempts with different rewards that make a pair."
     else:
-        pairs, sampled = _sample_pairs(session, reporter or SilentReporter())
+        pairs, sampled = _sample_pairs(session, reporter)
         fault = "No task has two attempts of the model with different rewards that make a pair."
     if not pairs:
         raise UserError(fault, "See docs/use/stages.md, or lower preference.min_reward_gap.")
@@ -102,7 +94,7 @@ def gather_pairs(session: TrainingSession, reporter: EpisodeReporter | None = No
 
 
 def _sample_pairs(
-    session: TrainingSession, reporter: EpisodeReporter
+    session: TrainingSession, reporter: EpisodeReporter | None
 ) -> tuple[list[PreferencePair], Sequence[RolloutRecord]]:
     """Return pairs of attempts by the session's model, and the records of all attempts."""
     settings, limit = session.config.preference, session.config.rollout.max_seq_len
