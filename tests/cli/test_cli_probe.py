@@ -111,10 +111,10 @@ def test_checkpoints_of_a_run_are_compared(tiny_run, tmp_path):
     dialogue = [{"role": "user", "content": "What?"}, {"role": "assistant", "content": "That."}]
     (tmp_path / "dialogues.jsonl").write_text(f"{json.dumps({'messages': dialogue})}\n" * 2)
     words += ("--samples", "1", "--worlds", make_recipe(tmp_path), "--dialogues", tmp_path / "dialogues.jsonl")
-    rows, notes, _ = probed(tmp_path, "transfer", *words)
-    assert [row["measured on"] for row in rows] == ["prices", "tiny", "dialogues, nats per token"]
-    assert rows[0]["before"] == rows[1]["before"]
-    assert rows[2]["before"]["value"] > 0
+    rows, notes, _ = probed(tmp_path, "transfer", *words, "--splits", "validation")
+    assert [row["measured on"] for row in rows] == ["prices", "prices, validation", "tiny", "dialogues, nats per token"]
+    assert rows[0]["before"] == rows[2]["before"]
+    assert rows[3]["before"]["value"] > 0
     assert len(notes) == 2
 
 

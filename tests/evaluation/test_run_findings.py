@@ -149,7 +149,11 @@ PLANTED = {
     "overfitting": ({"evaluations": [RISING[0], evaluation(40, [0] * 55 + [1] * 45)]}, "warn", "held-out"),
     "held-out success falls": ({"evaluations": [RISING[1], evaluation(50, [0] * 60 + [1] * 40)]}, "warn", "held-out"),
     "hallucinated tools": ({"rows": with_end(3, tools__status__unknown_tool=0.4)}, "warn", "alarm tool_hallucination"),
-    "turns are cut off": ({"rows": everywhere(healthy(), episode__stop__truncated=0.9)}, "fault", "limits"),
+    "turns are cut off": (
+        {"rows": everywhere(healthy(), episode__stop__truncated=0.9, episode__stop__max_tokens=0.0)},
+        "fault",
+        "limits",
+    ),
     "a tool raises": ({"records": [with_failing_tool(one) for one in records()]}, "fault", "tools"),
     "cold sampling": (
         {

@@ -134,7 +134,7 @@ def check_tools(run: RunData) -> Iterator[Finding]:
             errors = Counter(outcome.output.strip().partition("\n")[0][:120].rstrip(".") for outcome in outcomes)
             own = mean([outcome.status in (ToolStatus.RAISED, ToolStatus.TIMED_OUT) for outcome in outcomes]) > _LARGE
             name, error = "broken_tool" if own else "wrong_calls", errors.most_common(1)[0][0]
-            yield _finding(name, tool=tool, num=len(outcomes), error=error)
+            yield _finding(name, tool=tool, num=len(outcomes), error=error, env=run.config.env.name)
 
 
 def check_collapse(run: RunData) -> Iterator[Finding]:
@@ -166,7 +166,10 @@ def check_verifier(run: RunData) -> Iterator[Finding]:
         for name, value in [*record.trajectory.rewards.items()][1:]:
             parts[name].append(value)
     close = ", ".join(f"{name} {mean(values):.2f}" for name, values in sorted(parts.items()) if mean(values) > 0.1)
-    yield _finding("close_answers" if close else "unsolved", answered=answered, parts=close)
+    best = max(run.records, key=lambda record: sum(record.trajectory.rewards.values()), default=None)
+    answer = best.trajectory.answer[:80] if best else ""
+    name = "close_answers" if close else "unsolved"
+    yield _finding(name, answered=answered, parts=close, answer=answer, env=run.config.env.name)
 
 
 def check_reward(run: RunData) -> Iterator[Finding]:
@@ -193,7 +196,9 @@ def check_loss(run: RunData) -> Iterator[Finding]:
     if not run.config.training.mask_observations:
         yield _finding("trained_observations")
     if (value := _correlation(run.groups, _reward, lambda record: record.advantage or 0.0)) < -0.1:
-        yield _finding("opposite_advantages", value=value)
+        yield _finding(
+            "opposite_advantages", value=value, advantage=run.config.algorithm.advantage or run.config.algorithm.preset
+        )
     rates, norms = run.recent("optim/learning_rate"), run.recent("optim/grad_norm")
     if rates and not any(rates):
         yield _finding("no_learning_rate")

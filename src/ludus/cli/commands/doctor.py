@@ -114,7 +114,8 @@ def _print_findings(folder: Path, steps: int, as_json: bool) -> int:
         print_text(console, f"{finding.severity:5}  {finding.topic}: {finding.text}.", style)
         print_text(console, f"       {finding.remedy}")
     for cause, topics in consequences.items():
-        print_text(console, f"{len(topics)} findings follow from {cause} (--json has them in full): {', '.join(dict.fromkeys(topics))}.")
+        names = ", ".join(dict.fromkeys(topics))
+        print_text(console, f"{len(topics)} findings follow from {cause} (--json has them in full): {names}.")
     numbers = f"{len(data.rows)} steps, {len(data.records)} rollouts of the last {min(steps, len(data.rows))}"
     read = f"{numbers}, {len(data.evaluations)} evaluations"
     counts = Counter(finding.severity for finding in found)

@@ -116,10 +116,10 @@ KINDS: Mapping[str, ProbeKind] = {
     "paraphrase": ProbeKind(_paraphrase, ("samples", "paraphrases")),
     "forks": ProbeKind(_forks, ("base_step",), endpoint=False),
     "swap": ProbeKind(_swap, ("samples", "base_step"), endpoint=False),
-    "transfer": ProbeKind(_transfer, ("samples", "base_step", "worlds", "dialogues"), endpoint=False),
+    "transfer": ProbeKind(_transfer, ("samples", "base_step", "worlds", "splits", "dialogues"), endpoint=False),
     "endpoint": ProbeKind(lambda call: diagnose_endpoint(call.backend.scheduler, call.plan)),
 }
-OPTIONS = ("samples", "turn", "answer_marker", "paraphrases", "base_step", "worlds", "dialogues")
+OPTIONS = ("samples", "turn", "answer_marker", "paraphrases", "base_step", "worlds", "splits", "dialogues")
 """Options that only some kinds take."""
 
 

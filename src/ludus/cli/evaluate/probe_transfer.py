@@ -26,11 +26,16 @@ Pair = tuple[LoadedRun, LoadedRun]
 
 
 async def measure_transfer(pair: Pair, plan: ProbePlan, args: argparse.Namespace) -> ProbeReport:
-    """Return the report of the run's own world, --worlds and --dialogues."""
+    """Return the report of the run's own world, its other --splits, --worlds and --dialogues."""
     own = pair[1].session
+    for split in args.splits or ():
+        check_split(own.world, split)
     configs = {Path(recipe).stem: recipe_config(recipe, (), ()) for recipe in args.worlds or ()}
     losses = _losses(pair, args.dialogues) if args.dialogues else None
     worlds = {own.world.name: await _success(pair, own.config, own.world, plan)}
+    for split in args.splits or ():
+        tasks = own.world.tasks(split)[: args.tasks]
+        worlds[f"{own.world.name}, {split}"] = await _success(pair, own.config, own.world, replace(plan, tasks=tasks))
     for name, config in configs.items():
         world = build_world(config.env, config.rollout, config.sandbox)
         check_split(world, args.split)
