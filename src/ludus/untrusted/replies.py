@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator, Mapping
+import asyncio
+from collections.abc import AsyncIterator, Mapping
 from dataclasses import dataclass
 
 import httpx
+
+from ludus.untrusted.worker import run_in_thread
 
 MAX_BYTES = 64 * 2**20
 PLAIN = {"Accept-Encoding": "identity"}  # headers of a request whose response must be uncompressed
@@ -14,34 +17,20 @@ _COMPRESSION_FACTOR = 100  # divisor of the size limit for a compressed response
 
 
 @dataclass
-class _CountedStream(httpx.AsyncByteStream, httpx.SyncByteStream):
-    stream: httpx.AsyncByteStream | httpx.SyncByteStream
+class _CountedStream(httpx.AsyncByteStream):
+    stream: httpx.AsyncByteStream
     most: int
-    count: int = 0
 
     async def __aiter__(self) -> AsyncIterator[bytes]:
-        assert isinstance(self.stream, httpx.AsyncByteStream)
+        count = 0
         async for part in self.stream:
-            yield self._check_size(part)
-
-    def __iter__(self) -> Iterator[bytes]:
-        assert isinstance(self.stream, httpx.SyncByteStream)
-        for part in self.stream:
-            yield self._check_size(part)
+            count += len(part)
+            if count > self.most:
+                raise httpx.DecodingError(f"the response has more than {self.most} bytes")
+            yield part
 
     async def aclose(self) -> None:
-        assert isinstance(self.stream, httpx.AsyncByteStream)
         await self.stream.aclose()
-
-    def close(self) -> None:
-        assert isinstance(self.stream, httpx.SyncByteStream)
-        self.stream.close()
-
-    def _check_size(self, part: bytes) -> bytes:
-        self.count += len(part)
-        if self.count > self.most:
-            raise httpx.DecodingError(f"the response has more than {self.most} bytes")
-        return part
 
 
 def bounded_client(
@@ -54,7 +43,11 @@ def bounded_client(
     """Create a client without timeouts and proxies; raises DecodingError for a response above `most` or `MAX_BYTES`."""
 
     async def count(response: httpx.Response) -> None:
-        _count(response, MAX_BYTES if most is None else most)
+        assert isinstance(response.stream, httpx.AsyncByteStream)
+        bound = MAX_BYTES if most is None else most
+        if response.headers.get("Content-Encoding", "identity") != "identity":
+            bound //= _COMPRESSION_FACTOR
+        response.stream = _CountedStream(response.stream, bound)
 
     return httpx.AsyncClient(
         limits=limits,
@@ -67,13 +60,10 @@ def bounded_client(
 
 
 def get_bounded(url: str, timeout_s: float) -> httpx.Response:
-    """Send a GET outside an event loop and return the response. Raises as `bounded_client`."""
-    hooks = {"response": [lambda response: _count(response, MAX_BYTES)]}
-    with httpx.Client(timeout=timeout_s, trust_env=False, headers=PLAIN, event_hooks=hooks) as client:
-        return client.get(url)
+    """Send a GET and wait for the response. Raises as `bounded_client`."""
 
+    async def get() -> httpx.Response:
+        async with bounded_client() as client:
+            return await client.get(url, timeout=timeout_s)
 
-def _count(response: httpx.Response, most: int) -> None:
-    assert isinstance(response.stream, httpx.AsyncByteStream | httpx.SyncByteStream)
-    compressed = response.headers.get("Content-Encoding", "identity") != "identity"
-    response.stream = _CountedStream(response.stream, most // _COMPRESSION_FACTOR if compressed else most)
+    return run_in_thread("http-get", lambda: asyncio.run(get())).result()
