@@ -517,10 +517,6 @@ class Algorithm:
         given: Options = attrgetter(part)(self.options)
         return given, known
 
-    def without_token_weights(self) -> Algorithm:
-        """Return the algorithm with the loss `reinforce`, which has no token weights."""
-        return replace(self, loss="reinforce")
-
     @property
     def filters_groups(self) -> bool:
         """Whether groups are dropped by their reward variance within a step."""

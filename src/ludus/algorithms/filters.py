@@ -12,7 +12,7 @@ import random
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from ludus.algorithms.tensors import GroupedRewards, Tensor, check_shapes, group_rewards, select, torch
+from ludus.algorithms.tensors import GroupedRewards, Tensor, check_shapes, check_share, group_rewards, select, torch
 
 
 def zero_variance(*, rewards: Tensor | Sequence[float], group: Tensor | Sequence[int]) -> Tensor:
@@ -32,7 +32,7 @@ def variance_top(*, rewards: Tensor | Sequence[float], group: Tensor | Sequence[
     `rewards` [N], or [N, C], whose variances add up. Keeps `floor(p K)` of `K` groups, at least one; ties go
     to the smaller id.
     """
-    _check_share(p)
+    check_share("p", p)
     deviation, index = _deviations(rewards, group)
     best = torch.argsort(deviation, descending=True, stable=True)[: max(1, int(p * len(deviation) + 1e-9))]
     return torch.isin(index, best)
@@ -47,7 +47,7 @@ def variance_top_p(
     descending order while the cumulative sum before them is below `p total - slack` (with `p` 1: all of
     them). The result may be empty. `rewards` as in `variance_top`.
     """
-    _check_share(p)
+    check_share("p", p)
     deviation, index = _deviations(rewards, group)
     order = torch.argsort(deviation, descending=True, stable=True)
     before = deviation[order].cumsum(0) - deviation[order]
@@ -56,11 +56,6 @@ def variance_top_p(
 
 
 _NO_DEVIATION = 1e-10
-
-
-def _check_share(p: float) -> None:
-    if not 0 < p <= 1:
-        raise ValueError(f"p must be above 0 and at most 1, not {p}")
 
 
 def _columns(rewards: Tensor | Sequence[float], group: Tensor | Sequence[int]) -> list[GroupedRewards]:

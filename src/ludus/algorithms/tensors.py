@@ -141,6 +141,12 @@ def check_rows(num_rows: int, mask: Tensor) -> None:
         raise ValueError(f"mask must be [{num_rows}, L], not {list(mask.shape)}")
 
 
+def check_share(name: str, value: float) -> None:
+    """Raise ValueError unless `value` is above 0 and at most 1."""
+    if not 0 < value <= 1:
+        raise ValueError(f"{name} must be above 0 and at most 1, not {value}")
+
+
 def check_group(group: Tensor | None, mask: Tensor) -> None:
     """Raise ValueError unless `group` is None or [N] integers; for advantages without comparison groups."""
     if group is None:

@@ -11,7 +11,7 @@ from typing import Unpack
 
 from ludus.algorithms.algorithm import NOT_NEGATIVE, LossSpec, Need, Option, OptionBounds
 from ludus.algorithms.losses.clipped import ClipInputs, PolicyInputs, PolicyTokens, ppo_clip, token_cut
-from ludus.algorithms.tensors import SummedFields, Tensor, check_shapes, select, torch
+from ludus.algorithms.tensors import SummedFields, Tensor, check_shapes, check_share, select, torch
 
 _SHARE = OptionBounds(0, 1, above=True)
 
@@ -70,7 +70,7 @@ def choose_between(
     all of them if fewer lie in the band. The sample depends on the seed, on `rows` [N] (an integer id of
     each trajectory; None: its index) and on the column, not on the order of the trajectories.
     """
-    _check_share(share)
+    check_share("share", share)
     check_shapes(mask, covariance=covariance)
     eligible = mask.bool() & (covariance > low) & (covariance < high)
     names = torch.arange(mask.shape[0], device=mask.device) if rows is None else rows.to(mask.device).long()
@@ -87,7 +87,7 @@ def choose_highest(*, covariance: Tensor, mask: Tensor, share: float = 2e-4) -> 
     For KL-Cov (arXiv:2505.22617), over the whole batch. `share` 2e-4 as in verl; the authors use
     2e-3 for 7B and 2e-4 for 32B models.
     """
-    _check_share(share)
+    check_share("share", share)
     check_shapes(mask, covariance=covariance)
     return _smallest(-covariance, mask.bool(), _count(share, mask))
 
@@ -148,11 +148,6 @@ def _covariance(old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tenso
     """Return `token_covariance` with the means of these rows."""
     means = CovarianceMeans.of(old_logprobs=old_logprobs, advantages=advantages, mask=mask)
     return token_covariance(old_logprobs=old_logprobs, advantages=advantages, mask=mask, means=means)
-
-
-def _check_share(share: float) -> None:
-    if not 0 < share <= 1:
-        raise ValueError(f"share must be above 0 and at most 1, not {share}")
 
 
 def _count(share: float, mask: Tensor) -> int:

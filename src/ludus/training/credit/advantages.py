@@ -107,6 +107,8 @@ EXPERT = "expert"
 """Agent name of segments not sampled by the policy."""
 CUT_OFF = frozenset({StopReason.TRUNCATED, StopReason.MAX_TOKENS})
 """Stop reasons caused by a token limit, as used by the overlong filter."""
+NO_TOKEN_WEIGHTS = "reinforce"
+"""A loss that does not weigh the advantages of tokens."""
 BASELINE = "baseline"
 """Drop reason of a greedy baseline episode."""
 
@@ -281,7 +283,7 @@ def _critic_algorithm(algorithm: Algorithm) -> Algorithm:
         algorithm = replace(algorithm, advantage=spec.critic_targets)
     if algorithm.kl_placement == "advantage":
         algorithm = replace(algorithm, kl_coef=0.0)
-    return replace(algorithm.without_token_weights(), options=replace(algorithm.options, advantage=options))
+    return replace(algorithm, loss=NO_TOKEN_WEIGHTS, options=replace(algorithm.options, advantage=options))
 
 
 def _failed_status(episode: Episode) -> tuple[RolloutOutcome, str]:
@@ -331,7 +333,7 @@ def varied_groups(samples: Sequence[TrainingSample], algorithm: Algorithm) -> di
     varied = zero_variance(rewards=table[:, 0] if by_advantage else table, group=index).tolist()
     by_group = dict(zip(index, varied, strict=True))
     if by_advantage:
-        unpenalised = replace(algorithm.without_token_weights(), kl_coef=0.0, overlong_buffer=0.0)
+        unpenalised = replace(algorithm, loss=NO_TOKEN_WEIGHTS, kl_coef=0.0, overlong_buffer=0.0)
         rows = _advantages(samples, unpenalised, 0)
         for sample, row in zip(samples, rows, strict=True):
             by_group[sample.group] |= any(row)
