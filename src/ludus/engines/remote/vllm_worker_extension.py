@@ -60,10 +60,9 @@ class LudusWorkerExtension:
         try:
             tensors = with_lm_head(receive_tensors(group, manifest))
             self.reload_weights(weights_iterator=iter(tensors.items()))
-        except EngineError as error:
-            self._ludus_group = None
-            return _error(str(error), _BAD)
-        except (SyncError, ValueError, KeyError, RuntimeError) as error:
+        except (EngineError, SyncError, ValueError, KeyError, RuntimeError) as error:
+            if isinstance(error, EngineError):
+                self._ludus_group = None
             return _error(str(error), _BAD)
         return None
 
