@@ -114,7 +114,7 @@ def critic_results(dtype):
     found |= {f"first/{n}": torch.tensor(v) for n, v in critic.train(rows, (targets, old)).items()}
     found |= {f"old/{i}": values for i, values in enumerate(old)}
     found |= {f"gradient/{n}": g for n, g in first_gradient(critic.optimizer).items()}
-    how = replace(unclipped, max_grad_norm=0.05)
+    how = unclipped.model_copy(update={"max_grad_norm": 0.05})
     critic = Critic(tiny_model(dtype), how, ValueModelSettings(minibatches=2, microbatch_tokens=60), ranks)
     found |= {f"metrics/{n}": torch.tensor(v) for n, v in critic.train(rows, (targets, old)).items()}
     found |= {f"weights/{n}": full_tensor(p).clone() for n, p in critic.model.named_parameters()}

@@ -1,7 +1,6 @@
 """Every advantage against a slow reference on random ragged batches, and properties of all advantages."""
 
 from dataclasses import fields, replace
-from inspect import signature
 
 import pytest
 import torch
@@ -13,7 +12,7 @@ from algorithm_parts import ADVANTAGE_OPTIONS, ADVANTAGES, FUNCTIONS
 from algorithms_oracle import TOLERANCE
 from ludus.algorithms import advantages as adv
 from ludus.algorithms.advantages.running_baselines import RoleBaselines
-from ludus.algorithms.algorithm import PartOptions
+from ludus.algorithms.algorithm import PartOptions, parameters_of
 from ludus.algorithms.spec.resolve import PRESETS
 from ludus.algorithms.tensors import Outcomes
 
@@ -339,7 +338,7 @@ def test_registry_passes_the_arguments_each_advantage_function_takes(name):
         sum_pi_squared=CHANCES,
     )
     found = ADVANTAGES[name](outcomes, algorithm)
-    takes = signature(FUNCTIONS[name]).parameters
+    takes = parameters_of(FUNCTIONS[name])
     given = {"rewards": b.rewards, "group": b.group, "mask": b.mask, "turn": b.turn}
     given |= {"turn_rewards": b.turn_rewards, "ddof": 0, "values": b.values, **OWN.get(name, {})}
     given |= {"nodes": oracle.nodes_of(b), "greedy_rewards": BASELINES, "anchors": ANCHORS, "proposer": PROPOSER}

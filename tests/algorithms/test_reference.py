@@ -13,6 +13,7 @@ from ludus.training.learner.learner import LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import OptimizerSettings
 from ludus.training.rl.build import AdapterOff
+from ludus.training.value_models.base import ValueModelSettings
 from ludus.training.value_models.critic import Critic
 from tests.training.batches.test_forest import SHAPE
 from tests.training.learner.test_learner import VOCAB, gradients, largest_difference, learner, random_rows, tiny_model
@@ -76,7 +77,7 @@ def test_autocast_around_one_pass_does_not_move_the_ratio_of_an_unchanged_policy
 
 def test_critic_values_are_computed_without_dropout():
     rows = random_rows()
-    one = Critic(dropping_model(), OptimizerSettings(learning_rate=1e-2, total_steps=10))
+    one = Critic(dropping_model(), OptimizerSettings(learning_rate=1e-2, total_steps=10), ValueModelSettings())
     with torch.no_grad():
         one.head.weight.normal_()
     first, second = one.score(rows), one.score(rows)

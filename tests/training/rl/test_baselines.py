@@ -74,7 +74,7 @@ def test_greedy_episode_receives_the_same_length_penalty():
 
 
 def test_remax_without_a_greedy_episode_raises():
-    with pytest.raises(ValueError, match="needs baselines"):
+    with pytest.raises(ValueError, match="needs greedy_rewards"):
         assign_credit([group()], PRESETS["remax"])
 
 
