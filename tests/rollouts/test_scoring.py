@@ -2,22 +2,31 @@
 
 import asyncio
 import os
-import signal
+import pickle
 import socket
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
-from functools import partial
 
 import pytest
 
 from ludus.config import load_config
 from ludus.envs.registry import build_world
 from ludus.errors import WorldError
+from ludus.ipc import frame
 from ludus.rewards.base import Reward
-from ludus.rollouts.reward_executor import ProcessRewardExecutor, RewardFault, RewardTimeout, ThreadRewardExecutor
+from ludus.rollouts.reward_executor import (
+    ProcessRewardExecutor,
+    RewardFault,
+    RewardTimeout,
+    ThreadRewardExecutor,
+    _Connection,
+    _ConnectionClosed,
+    _ProcessExited,
+)
 from ludus.types import Message, StopReason, Task, Trajectory
-from ludus.untrusted import worker
 
 WORLD = """
 import os
@@ -153,30 +162,33 @@ def test_cancelled_request_frees_its_queue_slot(scoring):
     assert [found.reward for found in asyncio.run(scenario())] == [1.0] * 3
 
 
-def test_scoring_request_times_out_if_the_process_does_not_read_it(monkeypatch):
-    monkeypatch.setattr(worker, "_GRACE_S", 0.0)
-    ours, theirs = socket.socketpair()
-    process = worker.LimitedProcess()
-    process._conn = ours
-    with theirs, pytest.raises(worker.ProcessKilled):
-        process.call(partial(len, "x" * 4_000_000), wall_s=0.05)
-    assert not process.is_running
-    assert ours.fileno() == -1
+def test_closing_a_connection_wakes_readers_and_writers_and_frees_its_socket():
+    async def scenario():
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        line = _Connection(ours)
+        with theirs:
+            reads = asyncio.create_task(line.request(b"short", 30))
+            writes = asyncio.create_task(line.request(b"x" * 4_000_000, 30))
+            waits = asyncio.create_task(line.request(b"short", 30))
+            await asyncio.sleep(0.05)
+            line.close()
+            found = await asyncio.wait_for(asyncio.gather(reads, writes, waits, return_exceptions=True), 20)
+        assert [type(one) for one in found] == [_ConnectionClosed] * 3
+        assert ours.fileno() == -1
+
+    asyncio.run(scenario())
 
 
-def test_process_that_exited_between_two_calls_is_replaced():
-    process = worker.LimitedProcess()
-    first = process.call(os.getpid)
-    os.kill(first, signal.SIGKILL)
-    while os.path.exists(f"/proc/{first}"):
-        time.sleep(0.01)
-    assert process.call(os.getpid) != first
+def test_scoring_request_times_out_if_the_process_does_not_read_it():
+    async def scenario():
+        ours, theirs = socket.socketpair()
+        ours.setblocking(False)
+        with theirs, pytest.raises(_ProcessExited) as lost:
+            await _Connection(ours).request(b"x" * 4_000_000, 0.05)
+        assert isinstance(lost.value.__cause__, TimeoutError)
 
-
-def test_process_killed_during_a_call_is_reported():
-    process = worker.LimitedProcess()
-    with pytest.raises(worker.ProcessKilled):
-        process.call(partial(os.kill, 0, signal.SIGKILL))
+    asyncio.run(asyncio.wait_for(scenario(), 30))
 
 
 def test_exception_or_exit_in_a_reward_fails_the_episode_with_its_message(scoring):
@@ -245,10 +257,15 @@ def test_processes_end_with_their_parent(scoring):
     raise AssertionError("it is still there")
 
 
-def test_an_idle_process_exits_silently(capfd):
-    process = worker.LimitedProcess()
-    pid = process.call(os.getpid)
-    process.close()
-    while os.path.exists(f"/proc/{pid}"):
-        time.sleep(0.01)
-    assert capfd.readouterr() == ("", "")
+def test_an_idle_process_exits_silently(scoring):
+    made, _ = scoring()
+    ours, theirs = socket.socketpair()
+    program = "import sys; from ludus.rollouts.reward_process import answer; answer(sys.argv[1])"
+    command = [sys.executable, "-c", program, str(theirs.fileno())]
+    place = pickle.dumps(made.location)
+    with theirs, subprocess.Popen(command, pass_fds=[theirs.fileno()], stderr=subprocess.PIPE) as child:
+        ours.sendall(frame(place))
+        ours.close()
+        theirs.close()
+        assert child.communicate()[1] == b""
+    assert child.returncode == 0

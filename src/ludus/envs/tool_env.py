@@ -20,7 +20,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from ludus.envs.base import Environment
 from ludus.errors import EngineError, ToolFault, UserError, WorldError
@@ -28,6 +28,8 @@ from ludus.rewards.base import Reward
 from ludus.tools.base import TIMEOUT_FACTORS, ArgumentError, Tool, ToolError, call_timeout
 from ludus.types import Action, Message, StepResult, Task, ToolCall, ToolOutcome, ToolStatus
 from ludus.untrusted.worker import run_in_thread
+
+T = TypeVar("T")
 
 
 class Resource(Protocol):
