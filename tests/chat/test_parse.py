@@ -332,6 +332,13 @@ DEEP = [
 ]
 
 
+def test_pythonic_reads_a_long_dotted_name_and_refuses_a_long_chain_of_calls():
+    name = "f" + ".a" * 900
+    check("pythonic", f"[{name}(x=1)]", "", calls=[(name, {"x": 1})], errors=[])
+    text = "[f" + "()" * 400 + "(x=1)]"
+    check("pythonic", text, text[1:-1], calls=[], errors=[(text[1:-1], "name of a tool")])
+
+
 @pytest.mark.parametrize("value", DEEP, ids=range(len(DEEP)))
 def test_pythonic_reports_error_for_values_python_cannot_parse(value):
     action = PARSERS["pythonic"].parse(f"[f(a={value})]", turn=0)
@@ -480,6 +487,11 @@ calls_made = st.lists(st.tuples(names, st.dictionaries(text_values, json_values,
 def as_hermes(calls, ascii_only):
     rendered = (json.dumps({"name": n, "arguments": a}, ensure_ascii=ascii_only) for n, a in calls)
     return "\n".join(block(call) for call in rendered)
+
+
+def test_hermes_reads_arguments_with_a_tag_and_an_end_of_thinking():
+    arguments = {"a": ["<tool_call>"], "b": "</think>"}
+    check("hermes", as_hermes([("f", arguments)], False), "", calls=[("f", arguments)], errors=[])
 
 
 @settings(STABLE, max_examples=200)

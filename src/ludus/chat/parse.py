@@ -23,7 +23,6 @@ import json
 import re
 import warnings
 from collections.abc import Mapping, Sequence
-from keyword import iskeyword
 from typing import cast
 
 from ludus.chat.parse_json import (
@@ -105,10 +104,13 @@ def _call_of(item: ast.expr) -> tuple[str, dict[str, JSON]]:
         if keyword.arg in arguments:
             raise MalformedCall(f"The argument {keyword.arg} is given twice. Give it once.")
         arguments[keyword.arg] = _literal(keyword.value)
-    name = ast.unparse(item.func)
-    if not all(part.isidentifier() and not iskeyword(part) for part in name.split(".")):
+    owner, names = item.func, []
+    while isinstance(owner, ast.Attribute):
+        names.append(owner.attr)
+        owner = owner.value
+    if not isinstance(owner, ast.Name):
         raise MalformedCall(f"The name of a tool is missing before the parenthesis. {_EXAMPLE}")
-    return name, check_plain(arguments)
+    return ".".join((owner.id, *reversed(names))), check_plain(arguments)
 
 
 def _literal(node: ast.expr) -> JSON:

@@ -312,8 +312,7 @@ def _read_hermes(draft: ParsedDraft, text: str, _: Sequence[ToolSchema]) -> None
 
 
 def _is_inside_json(text: str, at: int) -> bool:
-    start = text.rfind(CALL_OPEN, 0, at)
-    return start >= 0 and _json_end(text, start + len(CALL_OPEN)) > at
+    return any(_json_end(text, tag.end()) > at for tag in re.finditer(CALL_OPEN, text[:at]))
 
 
 HERMES = ToolCallParser("hermes", _read_hermes, _is_inside_json)
