@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+import time
 
 import pytest
 import torch
@@ -59,3 +60,15 @@ def test_conflict_tokens_match_gtpo():
         expected = ((weights != 1) & (ids > 0)).sum() / (ids > 0).sum()
         assert conflict_share(samples) == pytest.approx(float(expected))
     assert conflict_share([sample("t", 1.0), sample("t", 1.0)]) == 0.0
+
+
+def test_conflict_share_of_a_large_batch_reads_only_the_shared_tokens():
+    """The metric is computed on the event loop at each step: seconds of work would delay the requests."""
+    draw = random.Random(0)
+    samples = [
+        sample("t", draw.choice([-1.0, 1.0]), i // 8, tokens=(7, 8, *draw.choices(range(150_000), k=4094)))
+        for i in range(256)
+    ]
+    begin = time.process_time()
+    assert conflict_share(samples) == pytest.approx(2 / 4096, rel=0.1)
+    assert time.process_time() - begin < 2.0  # about 0.1; 6 if all tokens of the batch are sorted

@@ -7,14 +7,12 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
-from ludus.algorithms.losses.gtpo import conflict_tokens
 from ludus.chat.parse_json import THINK_CLOSE, THINK_OPEN
 from ludus.diagnostics.collapse import collapse_metrics
 from ludus.diagnostics.history import COLLAPSE
 from ludus.rollouts.ledger import RolloutOutcome
-from ludus.training.batches.rows import new_actions, pad_table, row_of_segments
+from ludus.training.batches.rows import new_actions, row_of_segments
 from ludus.training.credit.advantages import TrainingSample
 from ludus.training.learner.learner import Learner
 from ludus.training.run.session import TrainingSession
@@ -49,19 +47,38 @@ def starved_metrics(counts: Mapping[str, int], samples: Sequence[TrainingSample]
 
 
 def conflict_share(samples: Sequence[TrainingSample]) -> float:
-    """Return the share of conflict tokens (`conflict_tokens`) among the action tokens of trained samples."""
-    trained = [s for s in samples if s.outcome is RolloutOutcome.TRAINED and not s.expert and s.advantage]
-    if not trained:
-        return 0.0
-    ids = [[token for s in new_actions(one.episode.trajectory) for token in s.tokens] for one in trained]
-    mask = pad_table([[True] * len(tokens) for tokens in ids], torch.bool)
-    found = conflict_tokens(
-        token_ids=pad_table(ids, torch.int64),
-        group=torch.tensor([sample.group for sample in trained]),
-        scores=torch.tensor([sample.advantage for sample in trained], dtype=torch.float64),
-        mask=mask,
-    )
-    return int(found.sum()) / max(1, int(mask.sum()))
+    """Return the share of conflict tokens (`losses.gtpo.conflict_tokens`) among the action tokens of trained samples."""
+    groups: dict[int, list[tuple[list[int], bool]]] = {}
+    for sample in samples:
+        if sample.outcome is RolloutOutcome.TRAINED and not sample.expert and sample.advantage:
+            tokens = [token for segment in new_actions(sample.episode.trajectory) for token in segment.tokens]
+            groups.setdefault(sample.group, []).append((tokens, sample.advantage > 0))
+    conflicts = sum(_conflicts(group) for group in groups.values())
+    return conflicts / max(1, sum(len(tokens) for group in groups.values() for tokens, _ in group))
+
+
+def _conflicts(group: Sequence[tuple[list[int], bool]]) -> int:
+    """Return the conflict tokens of a group: the prefixes and suffixes of its attempts without their overlap."""
+    reversed_group = [(tokens[::-1], positive) for tokens, positive in group]
+    pairs = zip(group, _prefixes(group), _prefixes(reversed_group), strict=True)
+    return sum(min(len(tokens), left + right) for (tokens, _), left, right in pairs)
+
+
+def _prefixes(group: Sequence[tuple[list[int], bool]]) -> list[int]:
+    """Return the length of the conflict prefix of each attempt; reads no token after the last one of any prefix."""
+    lengths = [0] * len(group)
+    unbroken, index = [*range(len(group))], 0
+    while unbroken:
+        seen: tuple[set[int], set[int]] = (set(), set())
+        for tokens, positive in group:
+            if index < len(tokens):
+                seen[positive].add(tokens[index])
+        both = seen[0] & seen[1]
+        unbroken = [i for i in unbroken if index < len(group[i][0]) and group[i][0][index] in both]
+        index += 1
+        for i in unbroken:
+            lengths[i] = index
+    return lengths
 
 
 class Reasoning(NamedTuple):
