@@ -47,7 +47,7 @@ def starved_metrics(counts: Mapping[str, int], samples: Sequence[TrainingSample]
 
 
 def conflict_share(samples: Sequence[TrainingSample]) -> float:
-    """Return the share of conflict tokens (`losses.gtpo.conflict_tokens`) among the action tokens of trained samples."""
+    """Return the share of conflict tokens (`gtpo.conflict_tokens`) among the action tokens of trained samples."""
     groups: dict[int, list[tuple[list[int], bool]]] = {}
     for sample in samples:
         if sample.outcome is RolloutOutcome.TRAINED and not sample.expert and sample.advantage:
