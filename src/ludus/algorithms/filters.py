@@ -122,6 +122,10 @@ class GresoSettings:
     change: float = 0.01
     floor: float = 0.05
 
+    def __post_init__(self) -> None:
+        if not all(0 <= x <= 1 for x in (self.target_easy, self.target_hard, self.change, self.floor)):
+            raise ValueError("target_easy, target_hard, change and floor must lie between 0 and 1")
+
 
 @dataclass(frozen=True, slots=True)
 class Visit:

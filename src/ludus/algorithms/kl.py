@@ -170,6 +170,12 @@ class Schedule:
     end: float = 0.0
     num_steps: int = 0
 
+    def __post_init__(self) -> None:
+        if self.kind not in ("constant", "linear", "cosine"):
+            raise ValueError(f"kind = {self.kind!r} is none of constant, linear, cosine")
+        if self.kind != "constant" and self.num_steps < 1:
+            raise ValueError(f"num_steps must be at least 1, not {self.num_steps}")
+
     def at(self, step: int) -> float:
         """Return the value at `step`, counted from 0."""
         if self.kind == "constant":
@@ -228,11 +234,11 @@ class KlControl:
 
         Raises LearnerError if the KL passed to a controller is not finite.
         """
-        if not (math.isfinite(kl) or isinstance(self.rule, Schedule)):
-            raise LearnerError(f"The KL to the reference is {kl}.", "Lower training.learning_rate.")
-        return replace(
-            self, rule=self.rule.update(kl, num), guard=None if self.guard is None else self.guard.update(kl)
-        )
+        try:
+            rule = self.rule.update(kl, num)
+        except ValueError as error:
+            raise LearnerError(f"The KL to the reference is {kl}.", "Lower training.learning_rate.") from error
+        return replace(self, rule=rule, guard=None if self.guard is None else self.guard.update(kl))
 
     def pause_reason(self, kl: float) -> str:
         """Return the reason, in one sentence, if a step with this KL pauses the run, else an empty string."""
@@ -345,14 +351,18 @@ class AdaptiveKL:
     target: float
     horizon: float = 10_000.0
 
+    def __post_init__(self) -> None:
+        if self.target <= 0 or self.horizon <= 0 or self.coef < 0:
+            raise ValueError("target and horizon must be above 0, coef not below")
+
     def at(self, step: int) -> float:
         """Return the coefficient of the next step."""
         del step
         return self.coef
 
     def update(self, kl: float, num: int) -> AdaptiveKL:
-        """Return the state after a step with `num` trajectories and a mean of `kl`."""
-        error = min(max(kl / self.target - 1, -0.2), 0.2)
+        """Return the state after a step with `num` trajectories and a mean of `kl`. Raises ValueError unless finite."""
+        error = min(max(_finite(kl) / self.target - 1, -0.2), 0.2)
         return replace(self, coef=max(self.coef * (1 + error * num / self.horizon), 0.0))
 
 
@@ -375,15 +385,19 @@ class PIDKL:
     previous: float | None = None
     coef: float | None = None
 
+    def __post_init__(self) -> None:
+        if not 0 <= self.base <= self.max_coef:
+            raise ValueError(f"base must lie between 0 and max_coef = {self.max_coef}, not at {self.base}")
+
     def at(self, step: int = 0) -> float:
         """Return the coefficient of the next step: `base` before the first update."""
         del step
         return self.base if self.coef is None else self.coef
 
     def update(self, kl: float, num: int = 1) -> PIDKL:
-        """Return the state after a step with a mean of `kl`."""
+        """Return the state after a step with a mean of `kl`. Raises ValueError unless finite."""
         del num
-        error = kl - self.target
+        error = _finite(kl) - self.target
         slope = 0.0 if self.previous is None else error - self.previous
         integral = self.integral + error
         raw = self.base + self.kp * error + self.ki * integral + self.kd * slope
@@ -415,6 +429,12 @@ class KLGuard:
     recent: tuple[float, ...] = ()
     seen: int = 0
     expected_step: float = 1.0
+
+    def __post_init__(self) -> None:
+        if self.expected is None and self.decay is None:
+            raise ValueError("a guard without an expected value needs a decay")
+        if self.factor <= 0 or (self.decay is not None and not 0 <= self.decay < 1):
+            raise ValueError("factor must be above 0, decay at least 0 and below 1")
 
     def smoothed(self, kl: float) -> float:
         """Return the value compared with the prediction: `kl`, or its mean over the window if `decay` is set."""
@@ -454,3 +474,9 @@ class KLGuard:
 
     def _window(self, kl: float) -> tuple[float, ...]:
         return (*self.recent, kl)[-WINDOW:]
+
+
+def _finite(kl: float) -> float:
+    if not math.isfinite(kl):
+        raise ValueError(f"kl is {kl}; a controller needs a finite number")
+    return kl
