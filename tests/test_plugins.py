@@ -147,3 +147,14 @@ def test_per_trajectory_loss_must_return_one_term_per_trajectory(written):
     name = f"{written(head + 'def mine(*, logprobs): return logprobs')}:mine"
     with pytest.raises(ConfigError, match=r"returned a tensor \[4, 3\]; expected a tensor \[N\] = \[4\]"):
         replace(PRESETS["grpo"], loss=name).compute("loss", BATCH)
+
+
+def test_part_reads_a_field_of_the_batch_by_another_name(written):
+    head = "from ludus.algorithms.algorithm import LossSpec\n@LossSpec(help='h', reads={{'sampled': {!r}}})\n"
+    body = "def mine(*, sampled): return sampled + 1"
+    name = f"{written(head.format('behavior_logprobs') + body)}:mine"
+    found = replace(PRESETS["grpo"], loss=name).compute("loss", BATCH)
+    assert torch.equal(found, BATCH.behavior_logprobs + 1)
+    name = f"{written(head.format('nothing') + body)}:mine"
+    with pytest.raises(ConfigError, match="reads 'nothing', which is no field of TokenBatch"):
+        replace(PRESETS["grpo"], loss=name).compute("loss", BATCH)

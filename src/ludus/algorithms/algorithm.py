@@ -331,14 +331,20 @@ def find_part(kind: type[S], name: str) -> S:
 
 
 def _find_plugin(kind: type[PartSpec], name: str) -> PartSpec:
-    """Return the spec of a plug-in. Raises ConfigError for an unknown name or an unbound parameter."""
+    """Return the spec of a plug-in. Raises ConfigError for an unknown name, an unbound parameter, or an unknown field."""
     setting = f"algorithm.{kind.part}"
     built_in = [one for (other, one), spec in _NAMED.items() if other is kind and spec.selectable and one == spec.name]
     found = spec_of(kind, find_plugin(kind.plugins, name, setting, built_in))
     if found is None:
         raise ConfigError(f"{setting} = {name!r} is not a function that {kind.__name__} can declare.")
     itself = "outcomes" if kind.batch is Outcomes else "batch"
-    passed = {*found.options, *(f.name for f in fields(kind.batch)), itself, "algorithm", *SETTING_PARAMETERS}
+    known = {*(f.name for f in fields(kind.batch)), itself}
+    if unknown := sorted(set(found.reads.values()) - known):
+        raise ConfigError(
+            f"{setting} = {name!r} reads {unknown[0]!r}, which is no field of {kind.batch.__name__}.",
+            f"There are: {', '.join(sorted(known))}.",
+        )
+    passed = {*found.options, *known, *found.reads, "algorithm", *SETTING_PARAMETERS}
     for parameter, one in parameters_of(found.function).items():
         if one.default is inspect.Parameter.empty and parameter not in passed:
             raise ConfigError(
