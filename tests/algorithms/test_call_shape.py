@@ -112,3 +112,18 @@ def test_covariance_losses_without_token_choice_select_within_the_rows(name, cho
     assert chosen.any()
     function = getattr(losses, name)
     assert torch.equal(function(logprobs=lp, **given), function(logprobs=lp, **given, chosen=chosen))
+
+
+@pytest.mark.parametrize(
+    ("function", "defaults"),
+    [
+        (advantages.turn_grpo, {"turn": None, "ddof": 1, "eps": 1e-6}),
+        (advantages.gae, {"turn": None, "bootstrap_values": None, "kl_coef": 0.0}),
+        (advantages.vtrace, {"rewards": None, "kl_coef": 0.0}),
+        (losses.clip_cov, {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None}),
+        (losses.mixed_policy, {"eps_low": 0.2, "eps_high": 0.2, "dual_clip": None}),
+    ],
+)
+def test_signature_shows_the_defaults_of_shared_inputs(function, defaults):
+    shown = inspect.signature(function).parameters
+    assert {name: shown[name].default for name in defaults} == defaults

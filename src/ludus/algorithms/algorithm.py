@@ -173,19 +173,25 @@ def _undeclared() -> Tensor:
     raise TypeError("a spec is a decorator: write it above a function")
 
 
+DEFAULTS_OF: dict[type, Callable[..., object]] = {}
+"""The function or dataclass that has the defaults of the optional keys of a record."""
+
+
 @cache
 def parameters_of(function: Callable[..., object]) -> Mapping[str, inspect.Parameter]:
     """Return the parameters of a function.
 
     `**inputs: Unpack[Record]` is replaced by the keys of the record, also in `inspect.signature(function)`; optional
-    ones are None unless passed.
+    ones have the default of `DEFAULTS_OF`, else None.
     """
     signature = inspect.signature(function)
     named = list(signature.parameters.values())
     if named and str(named[-1].annotation).startswith("Unpack["):
         record = vars(inspect.getmodule(function))[named.pop().annotation.removeprefix("Unpack[").removesuffix("]")]
+        known = inspect.signature(DEFAULTS_OF[record]).parameters if record in DEFAULTS_OF else {}
         for key, kind in record.__annotations__.items():
-            default = inspect.Parameter.empty if key in record.__required_keys__ else None
+            default = known[key].default if key in known else None
+            default = inspect.Parameter.empty if key in record.__required_keys__ else default
             named.append(inspect.Parameter(key, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=kind))
         signature = signature.replace(parameters=named)
         vars(function)["__signature__"] = signature
@@ -331,7 +337,7 @@ def find_part(kind: type[S], name: str) -> S:
 
 
 def _find_plugin(kind: type[PartSpec], name: str) -> PartSpec:
-    """Return the spec of a plug-in. Raises ConfigError for an unknown name, an unbound parameter, or an unknown field."""
+    """Return the spec of a plug-in. Raises ConfigError for an unknown name, parameter or field."""
     setting = f"algorithm.{kind.part}"
     built_in = [one for (other, one), spec in _NAMED.items() if other is kind and spec.selectable and one == spec.name]
     found = spec_of(kind, find_plugin(kind.plugins, name, setting, built_in))

@@ -21,7 +21,7 @@ from ludus.algorithms.advantages.action_tokens import (
     token_rewards,
 )
 from ludus.algorithms.advantages.group_relative import whiten as whiten_tokens
-from ludus.algorithms.algorithm import FRACTION, POSITIVE, SWITCH, AdvantageSpec, Need, Option
+from ludus.algorithms.algorithm import DEFAULTS_OF, FRACTION, POSITIVE, SWITCH, AdvantageSpec, Need, Option
 from ludus.algorithms.tensors import (
     Tensor,
     check_group,
@@ -59,6 +59,8 @@ class CriticInputs(_Critic, total=False):
 class OffPolicyInputs(_OffPolicy, CriticInputs):
     """The inputs of advantages that correct for the behaviour policy."""
 
+
+DEFAULTS_OF[CriticInputs] = DEFAULTS_OF[OffPolicyInputs] = token_rewards
 
 _CRITIC = {
     "whiten": Option("1: whiten over the batch", SWITCH, default=1.0),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, TypedDict, Unpack
 
 from ludus.algorithms.advantages.action_tokens import Turns, reverse_scan, rewards_of_turns, turns_of
-from ludus.algorithms.algorithm import FRACTION, NOT_NEGATIVE, AdvantageSpec, Need, Option
+from ludus.algorithms.algorithm import DEFAULTS_OF, FRACTION, NOT_NEGATIVE, AdvantageSpec, Need, Option
 from ludus.algorithms.tensors import Tensor, float_dtype, groups_to_compare, reward_rtol, select, torch
 
 Scale = Literal["std", "none"]
@@ -56,6 +56,9 @@ class _Inputs:
         """Return the normalisation within groups, up to the rounding error of the rewards."""
         noise = max((reward_rtol(t.dtype) for t in rewards if t is not None), default=0.0)
         return _Normaliser(self.ddof, self.eps, scale, noise)
+
+
+DEFAULTS_OF[TurnInputs] = _Inputs
 
 
 @dataclass(frozen=True, slots=True)

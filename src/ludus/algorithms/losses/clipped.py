@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TypedDict, Unpack
 
-from ludus.algorithms.algorithm import POSITIVE, LossSpec, Need, Option
+from ludus.algorithms.algorithm import DEFAULTS_OF, POSITIVE, LossSpec, Need, Option
 from ludus.algorithms.tensors import Cut, SummedFields, Tensor, check_shapes, clamped_ratio, select, torch
 
 
@@ -117,6 +117,9 @@ def ppo_clip(
     """
     bounds, tokens = ClipRange(eps_low, eps_high, dual_clip), PolicyTokens.of(**inputs)
     return select(bounds.surrogate(tokens.ratio, tokens.scores), tokens.mask)
+
+
+DEFAULTS_OF[ClipInputs] = ppo_clip
 
 
 @LossSpec(
