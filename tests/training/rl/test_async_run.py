@@ -30,7 +30,7 @@ from ludus.training.collection.filters import ESS, ess_guard, ess_warning, mask_
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import TrainingSample, training_rows
 from ludus.training.rl import build, validate
-from ludus.training.rl.async_trainer import StreamRunner
+from ludus.training.rl.async_trainer import AsyncTrainer, StreamRunner
 from ludus.training.rl.train_step import LearnerThread, TrainStep
 from ludus.training.run.checkpoint import checkpoint_path
 from ludus.training.run.run_dir import list_checkpoints
@@ -724,3 +724,14 @@ def test_members_cancelled_in_the_last_step_are_counted(tiny_run, tmp_path):
     (row,) = read_metrics(folder / "metrics.jsonl")
     assert row.metrics["ledger/started"] == 15
     assert row.metrics["ledger/dropped/cancelled"] == 6
+
+
+def test_gap_of_a_background_check_is_kept_if_a_step_ends_meanwhile():
+    trainer = AsyncTrainer(*[None] * 7)
+
+    async def check():
+        trainer.gaps = []  # as at the end of a step
+        return 0.5
+
+    asyncio.run(trainer._run_in_background(check))
+    assert trainer.gaps == [0.5]

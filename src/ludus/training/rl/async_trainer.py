@@ -234,7 +234,8 @@ class AsyncTrainer:
     async def _run_in_background(self, check: Callable[[], Awaitable[float]]) -> None:
         """Run a check during the next step; its error is raised when the batch is taken."""
         try:
-            self.gaps.append(await check())
+            gap = await check()  # `step` may replace the list meanwhile
+            self.gaps.append(gap)
         except Exception as error:  # boundary: raised by the learner when it waits for a batch
             self.stream.fail(error)
             raise
