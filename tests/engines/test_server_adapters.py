@@ -20,7 +20,7 @@ from ludus.engines.embedded.engine import LocalEngine
 from ludus.engines.models.fingerprint import fingerprint_module
 from ludus.engines.models.loading import load_model
 from ludus.engines.models.lora import read_adapter, write_adapter
-from ludus.engines.remote.api_adapters import SampledTokens, VersionRange, VllmApi
+from ludus.engines.remote.api_adapters import RemoteAdapter, SampledTokens, VersionRange, VllmApi
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.http_client import RemoteEngineSettings
 from ludus.engines.remote.weight_publisher import KNOWN_LABELS, WeightFolder, WeightPublisher, read_weights
@@ -297,3 +297,12 @@ def test_only_labels_of_the_newest_versions_are_accepted():
 
     newest = KNOWN_LABELS + 4
     assert [known(version) for version in (4, 5, newest, newest + 1)] == [False, True, True, False]
+
+
+def test_adapter_without_users_is_not_counted():
+    sent = WeightPublisher(VllmApi(), [], RemoteEngineSettings(), "follower", reports_versions=False)
+    for version in range(3):
+        sent.follow(version, RemoteAdapter(f"a-{version}", "folder", version, 4))
+        with sent.adapters.using(None):
+            assert len(sent.adapters._users) == 1
+    assert not sent.adapters._users

@@ -186,6 +186,8 @@ class LoraPublisher:
 
     def _release_user(self, remote: RemoteAdapter) -> None:
         self._users[remote] -= 1
+        if not self._users[remote]:
+            del self._users[remote]
         self._unload_unused()
 
     async def restore(self, replica: Replica) -> None:
@@ -232,7 +234,6 @@ class LoraPublisher:
 
         for remote in [one for one in self._loaded if not (self._users[one] or one in self._current.values())]:
             self._loaded.remove(remote)
-            self._users.pop(remote, None)
             task = asyncio.get_running_loop().create_task(drop(remote))
             self._tasks.add(task)
             task.add_done_callback(self._tasks.discard)
