@@ -190,6 +190,11 @@ def test_errors_name_their_line(tmp_path, said, record):
     assert problem.text.encode()
 
 
+def test_train_flag_of_a_prompt_is_ignored():
+    pair = parse_record({**PAIR, "prompt": [ASK, {**SAY, "train": "no"}, ASK]})
+    assert [message["content"] for message in pair.prompt] == [ASK["content"], "4", ASK["content"]]
+
+
 def test_a_list_over_several_lines_is_one_problem(tmp_path):
     path = tmp_path / "list.jsonl"
     path.write_text(json.dumps([GOOD, GOOD], indent=1))

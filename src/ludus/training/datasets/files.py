@@ -30,6 +30,7 @@ from ludus.training.datasets.messages import (
     parse_json,
     read_messages,
     read_tools,
+    read_train_flags,
 )
 from ludus.types import DataClass, Message
 
@@ -281,7 +282,7 @@ def _tools_text(tools: Sequence[Tool]) -> str | None:
 
 
 def _parse_dialogue(data: dict[str, object]) -> FileDialogue:
-    messages, trains = read_messages(data["messages"], "messages")
+    messages, trains = read_messages(data["messages"], "messages"), read_train_flags(data["messages"], "messages")
     tools = read_tools(data.get("tools"))
     check_turns(messages, tools, "messages")
     if not any(trains):
@@ -314,7 +315,7 @@ def _parse_completion(data: dict[str, object]) -> FileDialogue:
 
 def _prompt(data: object) -> tuple[Message, ...]:
     """Parse a prompt: messages, or a text, which becomes a user message."""
-    prompt, _ = read_messages([{"role": "user", "content": data}] if isinstance(data, str) else data, "prompt")
+    prompt = read_messages([{"role": "user", "content": data}] if isinstance(data, str) else data, "prompt")
     if not prompt:
         raise ValueError("prompt is empty")
     return prompt
@@ -344,8 +345,9 @@ def _parse_side(data: object, name: str, prompt: tuple[Message, ...], tools: tup
     """Parse one continuation: a message, a list of messages, or a text, which becomes an assistant message."""
     if isinstance(data, str):
         data = {"role": "assistant", "content": data}
-    messages, trains = read_messages([data] if isinstance(data, dict) else data, name)
-    for i, (message, trained) in enumerate(zip(messages, trains, strict=True)):
+    items = [data] if isinstance(data, dict) else data
+    messages = read_messages(items, name)
+    for i, (message, trained) in enumerate(zip(messages, read_train_flags(items, name), strict=True)):
         if message["role"] == "assistant" and not trained:
             raise ValueError(f"{name}[{i}].train is false, and untrained messages belong in the prompt")
     if not messages or messages[0]["role"] != "assistant":

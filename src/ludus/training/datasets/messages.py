@@ -51,17 +51,23 @@ def parse_json(text: str | bytes, where: str) -> object:
     return value
 
 
-def read_messages(data: object, where: str) -> tuple[tuple[Message, ...], tuple[bool, ...]]:
-    """Return the messages of a list in any order, and whether each trains: the assistant's unless `train` is false."""
-    messages, flags = [], []
+def read_messages(data: object, where: str) -> tuple[Message, ...]:
+    """Return the messages of a list in any order."""
+    return tuple(
+        _message(as_object(item, f"{where}[{i}]"), f"{where}[{i}]") for i, item in enumerate(_list(data, where))
+    )
+
+
+def read_train_flags(data: object, where: str) -> tuple[bool, ...]:
+    """Return whether each message trains: the assistant's unless `train` is false."""
+    flags = []
     for i, item in enumerate(_list(data, where)):
         fields = as_object(item, f"{where}[{i}]")
-        messages.append(_message(fields, f"{where}[{i}]"))
         train = fields.get("train", fields.get("role") == "assistant")
         if not isinstance(train, bool):
             raise ValueError(f"{where}[{i}].train is {as_words(train)}, and must be true or false")
         flags.append(train)
-    return tuple(messages), tuple(flags)
+    return tuple(flags)
 
 
 def read_tools(data: object) -> tuple[Tool, ...]:
