@@ -380,7 +380,7 @@ def test_mixing_two_tools_increases_the_fitted_latency_spread():
 @pytest.mark.parametrize(
     ("make", "message"),
     [
-        (lambda: EngineCost(-1.0, 0.1), "pass_s is -1"),
+        (lambda: EngineCost(-1.0, 0.1), r"^EngineCost\.pass_s is -1"),
         (lambda: EngineCost(0.0, 0.0), "takes no time"),
         (lambda: EngineCost(0.1, 0.0, slots=0), "slots is 0"),
         (lambda: LearnerCost(float("nan"), 0.0), "step_s is nan"),
@@ -388,7 +388,8 @@ def test_mixing_two_tools_increases_the_fitted_latency_spread():
         (lambda: EpisodeShape(0.5, 10), "turns is 0.5"),
         (lambda: replace(EXACT, overlap=1.5), "overlap is 1.5"),
         (lambda: RunLayout(mode="fast"), "Unknown mode 'fast'"),
-        (lambda: RunLayout(engines=0), "engines is 0"),
+        (lambda: RunLayout(engines=0), "^engines is 0"),
+        (lambda: RunLayout(in_flight=-1), r"^in_flight is -1\."),
     ],
 )
 def test_invalid_numbers_raise_error(make, message):

@@ -22,13 +22,16 @@ class _Numbers:
     """Finite numbers within `LIMITS`, or else of at least 0. Raises UserError for others."""
 
     LIMITS: ClassVar[Mapping[str, tuple[float, float]]] = {}
+    NAMES_CLASS: ClassVar[bool] = True
+    """Whether the error names the class of the number."""
 
     def __post_init__(self) -> None:
         for name, value in vars(self).items():
             low, high = self.LIMITS.get(name, (0.0, math.inf))
             if isinstance(value, int | float) and not (math.isfinite(value) and low <= value <= high):
                 most = f" and at most {high:g}" if math.isfinite(high) else ""
-                raise UserError(f"{type(self).__name__}.{name} is {value:g}.", f"It must be at least {low:g}{most}.")
+                owner = f"{type(self).__name__}." if self.NAMES_CLASS else ""
+                raise UserError(f"{owner}{name} is {value:g}.", f"It must be at least {low:g}{most}.")
 
 
 @dataclass(frozen=True)
@@ -166,6 +169,7 @@ class RunLayout(_Numbers):
     LIMITS: ClassVar = dict.fromkeys(("engines", "learners", "groups", "members", "steps"), _AT_LEAST_1) | {
         "seed": (-math.inf, math.inf)
     }
+    NAMES_CLASS = False
 
     def __post_init__(self) -> None:
         super().__post_init__()
