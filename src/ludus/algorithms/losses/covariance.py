@@ -140,8 +140,9 @@ def kl_cov(*, chosen: Tensor | None = None, coef: float = 1.0, **inputs: Unpack[
     tokens = PolicyTokens.of(**inputs)
     check_shapes(tokens.mask, chosen=chosen)
     loss = -tokens.ratio * tokens.scores
-    gap = PolicyTokens.of(**inputs).gap.abs()  # not that of the ratio: the sums of gradients keep their order
-    return select(loss, tokens.mask) + coef * select(gap, tokens.mask & chosen.bool())
+    # Not `tokens.gap`, which is that of the ratio: the gradients of both are summed in a fixed order.
+    gap = select(inputs["logprobs"], tokens.mask) - select(inputs["old_logprobs"], tokens.mask).detach()
+    return select(loss, tokens.mask) + coef * select(gap.abs(), tokens.mask & chosen.bool())
 
 
 def _covariance(old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:

@@ -122,8 +122,7 @@ def gmpo(*, eps_low: float = 0.4, eps_high: float = 0.4, **inputs: Unpack[Policy
     apply to the log-ratio. Each token is clipped before the mean, by the sign of the token's advantage; the
     leading `A` is the mean over the trajectory. verl uses its PPO clip range.
     """
-    ClipRange(eps_low, eps_high)  # raises for negative bounds
-    tokens = PolicyTokens.of(**inputs)
+    bounds, tokens = ClipRange(eps_low, eps_high), PolicyTokens.of(**inputs)
     sign, gap = tokens.scores.sign(), tokens.gap
-    kept = sign * torch.minimum(sign * gap, sign * gap.clamp(-eps_low, eps_high))
+    kept = sign * torch.minimum(sign * gap, sign * gap.clamp(-bounds.eps_low, bounds.eps_high))
     return -trajectory_mean(tokens.scores, tokens.mask) * clamped_ratio(trajectory_mean(kept, tokens.mask))

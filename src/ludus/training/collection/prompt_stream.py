@@ -152,7 +152,7 @@ class PromptStream:
         """Return the first number from `number` on whose rollout keys do not collide with these, of other settings."""
         greso, first = self.collector.algorithm.greso, [group.requests[0].key for group in groups]
         numbered = [(key, group.number) for key, group in zip(first, groups, strict=True)]
-        same_steps = all(key.step == self._step(number) for key, number in numbered)
+        same_steps = all(key.step == self._step(n) for key, n in numbered)
         if same_steps and (greso or all(key.task_id == self.order.take(n, 1)[0].id for key, n in numbered)):
             return number
         return max(number, *(key.step * self.per_step for key in first))
