@@ -238,7 +238,7 @@ class _AnyObject(BaseModel):
 
 
 def get_once(url: str, path: str, reply: type[Reply]) -> Reply:
-    """Send a GET outside an event loop. Raises EngineError, UserError for an invalid address."""
+    """Send a GET and wait, blocking an event loop. Raises EngineError, UserError for an invalid address."""
     try:
         response = get_bounded(f"{url}{path}", 10.0)
     except (httpx.InvalidURL, httpx.UnsupportedProtocol) as error:

@@ -2,8 +2,9 @@
 
 A checkpoint is a folder in Hugging Face layout, which `from_pretrained` loads, with `trainer/` in it: the
 optimizer's moments (safetensors, or shards if the weights are sharded), the trainer state (JSON) and a
-manifest with size and SHA-256 of each file. A folder `step-N` is always complete. Shards are written by all ranks
-and can be read by any number of ranks, or by a process without a group.
+manifest with size and SHA-256 of each file. It is written under a temporary name, synced to disk and renamed, so that
+a folder `step-N` is always complete. Shards are written by all ranks and can be read by any number of ranks, or by a
+process without a group.
 """
 
 from __future__ import annotations
