@@ -161,9 +161,30 @@ def test_alarm_texts_contain_the_measured_numbers():
     kinds = {"tools/error_rate": 0.9, "tools/status/raised": 0.3, "tools/status/malformed": 0.6}
     assert "most often malformed (60% of all calls)" in text_of("tool_errors", [kinds])
     easy = with_end(1, groups__zero_variance=1.0, groups__solve_all=1.0)
-    assert "100% of the groups are too easy (all solved)" in text_of("equal_rewards", easy)
+    assert "the tasks are too easy (all solved). " in text_of("equal_rewards", easy)
     hard = with_end(1, groups__zero_variance=1.0, groups__solve_all=0.0, groups__solve_none=1.0)
-    assert "0% of the groups are too easy (all solved), 100% too hard" in text_of("equal_rewards", hard)
+    assert "the tasks are too hard (none solved). " in text_of("equal_rewards", hard)
+    mixed = with_end(1, groups__zero_variance=1.0, groups__solve_all=0.5, groups__solve_none=0.5)
+    assert "too easy (all solved) or too hard (none solved). " in text_of("equal_rewards", mixed)
+
+
+def test_few_differences_counts_a_step_without_any_and_means_over_all():
+    rows = with_end(10, groups__zero_variance=0.9)
+    rows[-5] |= {"groups/zero_variance": 1.0}
+    assert "91% of the groups of the last 10 steps" in text_of("few_differences", rows)
+
+
+@pytest.mark.parametrize(
+    ("name", "metric"), [("equal_rewards", "distill/reverse_kl"), ("long_episodes", "reward/turns")]
+)
+def test_other_sources_of_the_loss_prevent_an_alarm_also_with_the_value_0(name, metric):
+    assert name in names(SHOWN[name])
+    assert name not in names([*SHOWN[name][:-1], SHOWN[name][-1] | {metric: 0.0}])
+
+
+@pytest.mark.parametrize("reason", ["truncated", "max_tokens"])
+def test_truncation_alarm_needs_only_one_of_its_two_metrics(reason):
+    assert names([{f"episode/stop/{reason}": 0.6}]) == ["truncation"]
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,9 @@
 """Alarms: problems that the metrics of a run show, each with cause, evidence, remedy and action.
 
-Texts, limits and default actions are in `alarms.toml`, and the conditions of most alarms. The others are functions of
-the metrics of all steps so far, oldest first, that return their evidence, or an empty text; the decorator `alarm`
-registers them. A metric that is absent raises no alarm. `echo_trap` is the rule of RAGEN (arXiv:2504.20073); the other
-limits are ours.
+An alarm is a function of the metrics of all steps so far, oldest first, that returns its evidence, or an empty text.
+The decorator `alarm` registers it; texts, limits and the default action are in `alarms.toml` under its name. An alarm
+that compares one metric with a limit needs no function. A metric that is absent raises no alarm. `echo_trap` is the
+rule of RAGEN (arXiv:2504.20073); the other limits are ours.
 """
 
 from __future__ import annotations
@@ -11,17 +11,14 @@ from __future__ import annotations
 import json
 import logging
 import math
-import operator
-import re
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from statistics import fmean, median
-from string import Formatter
 from threading import Thread
 from typing import Final
 from urllib.request import Request, urlopen
@@ -49,6 +46,7 @@ JUDGE: Final = "judge/"
 """Prefix of the metrics of a judge part; the name of the part follows."""
 UNTESTED: Final = "tools/untested"
 """Share of answered episodes without a call that ran tests."""
+_LENGTH: Final = "response_length/mean"
 _CALLS: Final = "tools/calls_per_episode"
 _KL: Final = "policy/kl_reference"
 EQUAL: Final = "groups/zero_variance"
@@ -56,18 +54,14 @@ EQUAL: Final = "groups/zero_variance"
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """Texts, limits and action of an alarm; those without a function have conditions, and the text of their evidence.
-
-    `unless` are metrics that prevent the alarm if the newest step has one with a value other than 0.
-    """
+    """Texts, limits and action of an alarm."""
 
     cause: str
     remedy: str
     action: AlarmAction
     limits: Mapping[str, float]
-    when: Sequence[str] = ()
-    unless: Sequence[str] = ()
-    evidence: str = "{metric} is {value:.4g}, above {limit:g}{during}"
+    metric: str = ""
+    """The metric that is above `limit` for `steps`, of an alarm without a function."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +84,6 @@ class Alarm:
 
 
 _CHECKS: dict[str, Check] = {}
-_COMPARISONS = {"<": operator.lt, "<=": operator.le, ">": operator.gt, ">=": operator.ge}
 
 
 def alarm(check: Check) -> Check:
@@ -103,7 +96,7 @@ def alarm(check: Check) -> Check:
 def rules() -> Mapping[str, Rule]:
     """Return the rules by the name of their alarm, in the order of `alarms.toml`."""
     found = tomllib.loads(resources.files(__package__).joinpath("alarms.toml").read_text("utf-8"))
-    texts = ("cause", "remedy", "action", "when", "unless", "evidence")
+    texts = ("cause", "remedy", "action", "metric")
     return {name: Rule(limits=one, **{key: one.pop(key) for key in texts if key in one}) for name, one in found.items()}
 
 
@@ -112,9 +105,8 @@ def find_alarms(history: History, actions: Mapping[str, AlarmAction] = {}) -> li
     found = []
     for name, rule in rules().items() if history else ():
         action = actions.get(name, rule.action)
-        if action == "off":
-            continue
-        if evidence := _compared(history, rule) if rule.when else _CHECKS[name](history, **rule.limits):
+        check = partial(_above, name=rule.metric) if rule.metric else _CHECKS[name]
+        if action != "off" and (evidence := check(history, **rule.limits)):
             found.append(Alarm(name, evidence, replace(rule, action=action)))
     return found
 
@@ -171,52 +163,9 @@ def _evaluations(history: History) -> tuple[str, list[tuple[Row, float]]]:
     return (names[0], [(row, row[names[0]]) for row in history if names[0] in row]) if names else ("", [])
 
 
-def _compared(history: History, rule: Rule) -> str:
-    """Return the evidence if all conditions of a rule hold in each of the last steps, otherwise ""."""
-    for condition in rule.when:
-        left, comparison, right = re.split(" (<=|<|>=|>) ", condition)
-        sides = [_side(text, history, rule.limits) for text in (left, right)]
-        if not all(sides) or not all(map(_COMPARISONS[comparison], *sides)):
-            return ""
-    if any(history[-1].get(name, 0.0) != 0 for name in rule.unless):
-        return ""
-    names = [name for _, name, _, _ in Formatter().parse(rule.evidence) if name]
-    values: dict[str, float | str] = {name: [0.0, *_side(name, history, rule.limits)][-1] for name in names}
-    metric = rule.when[0].split()[0]
-    words = {"metric": metric, "value": history[-1].get(metric, 0.0), "during": in_each_of(int(rule.limits["steps"]))}
-    return rule.evidence.format_map(values | words)
-
-
-def _side(text: str, history: History, limits: Mapping[str, float]) -> list[float]:
-    """Return the values of one side of a condition in the last steps; an empty list if a metric has too few.
-
-    A side is a metric, `first`, `mean`, `median` or `peak` of one, a limit, a number, or two sides with `max`, + or *.
-    """
-    steps = int(limits["steps"])
-    for sign, combine in ((" max ", max), (" + ", operator.add), (" * ", operator.mul)):
-        if sign in text:
-            return list(map(combine, *(_side(part, history, limits) for part in text.split(sign))))
-    if text in limits or text.replace(".", "").isdigit():
-        return [float(limits.get(text, text))] * steps
-    if found := re.fullmatch(r"(\w+)\((.*)\)", text):
-        value = _statistic(found[1], found[2], history, limits)
-        return [] if value is None else [value] * steps
-    return last_values(history, text, steps)
-
-
-def _statistic(kind: str, name: str, history: History, limits: Mapping[str, float]) -> float | None:
-    """Return the mean of the first or the last values, the median of the `window` before these, or their maximum."""
-    steps = int(limits["steps"])
-    if kind == "first":
-        return first_mean(history, name, int(limits["first"]), steps)
-    before = history[:-steps]
-    statistics: Mapping[str, Callable[[Sequence[float]], float]] = {"mean": fmean, "median": median, "peak": max}
-    values = {
-        "mean": lambda: last_values(history, name, steps),
-        "median": lambda: last_values(before, name, int(limits["window"])),
-        "peak": lambda: [row.get(name, 0.0) for row in before],
-    }[kind]()
-    return float(statistics[kind](values)) if values else None
+def _above(history: History, name: str, steps: int, limit: float) -> str:
+    values = last_values(history, name, steps)
+    return f"{name} is {values[-1]:.4g}, above {limit:g}" + in_each_of(steps) if values and min(values) > limit else ""
 
 
 def in_each_of(steps: int) -> str:
@@ -244,6 +193,18 @@ def echo_trap(history: History, *, steps: int, first: int, fraction: float) -> s
 
 
 @alarm
+def echo_trap_early(history: History, *, steps: int, first: int, fraction: float) -> str:
+    """Standard deviation in groups and entropy are both below a fraction of their means over the first steps."""
+    falls = []
+    for name in (GROUP_STD, ENTROPY):
+        base, values = first_mean(history, name, first, steps), last_values(history, name, steps)
+        if not base or not values or max(values) >= fraction * base:
+            return ""
+        falls.append(f"{name} fell from {base:.3g} to {values[-1]:.3g}")
+    return " and ".join(falls)
+
+
+@alarm
 def held_out_zero(history: History, *, evaluations: int, limit: float) -> str:
     """Held-out success was above the limit once and is below it in the last evaluations."""
     name, found = _evaluations(history)
@@ -257,18 +218,14 @@ def held_out_zero(history: History, *, evaluations: int, limit: float) -> str:
 @alarm
 def held_out_drop(history: History, *, evaluations: int, drop: float) -> str:
     """Held-out success is below its best evaluation in the last ones, by more than the error of both allows."""
-    name, best, solved, last = _since_best(history, evaluations)
-    widths = [math.hypot(_half_width(best, name), _half_width(row, name)) for row, _ in last]
-    if not last or any(solved - value < max(drop, width) for (_, value), width in zip(last, widths, strict=True)):
-        return ""
-    return f"{name} fell from {solved:.2f} to {last[-1][1]:.2f}, below it in the last {evaluations} evaluations"
-
-
-def _since_best(history: History, evaluations: int) -> tuple[str, Row, float, list[tuple[Row, float]]]:
-    """Return the name of a held-out success, its best row and value before the last evaluations, and these, if any."""
     name, found = _evaluations(history)
-    best, solved = max(found[:-evaluations], key=lambda pair: pair[1], default=({}, 0.0))
-    return name, best, solved, found[-evaluations:] if len(found) > evaluations else []
+    if len(found) <= evaluations:
+        return ""
+    best, solved = max(found[:-evaluations], key=lambda pair: pair[1])
+    widths = [math.hypot(*(_half_width(one, name) for one in (best, row))) for row, _ in found[-evaluations:]]
+    if any(solved - value < max(drop, w) for (_, value), w in zip(found[-evaluations:], widths, strict=True)):
+        return ""
+    return f"{name} fell from {solved:.2f} to {found[-1][1]:.2f}, below it in the last {evaluations} evaluations"
 
 
 def _half_width(row: Row, name: str) -> float:
@@ -294,6 +251,34 @@ def zero_reward(history: History, *, steps: int) -> str:
 
 
 @alarm
+def equal_rewards(history: History, *, steps: int, limit: float) -> str:
+    """All groups have equal rewards, and rewards are the only source of the loss."""
+    now, values = history[-1], last_values(history, EQUAL, steps)
+    if not values or min(values) < limit or "distill/reverse_kl" in now or now.get("experts/trained", 0.0) > 0:
+        return ""
+    easy, hard = "too easy (all solved)", "too hard (none solved)"
+    why = easy if now.get("groups/solve_all", 0.0) >= 1 else hard if now.get("groups/solve_none", 0.0) >= 1 else ""
+    return f"the policy loss is exactly 0, and the tasks are {why or f'{easy} or {hard}'}"
+
+
+@alarm
+def few_differences(history: History, *, steps: int, limit: float) -> str:
+    """Most groups have equal rewards for long."""
+    values = last_values(history, EQUAL, steps)
+    return f"{fmean(values):.0%} of the groups of the last {steps} steps" if values and limit < min(values) < 1 else ""
+
+
+@alarm
+def uniform_failure(history: History, *, steps: int, solved: float) -> str:
+    """Success falls to exactly 0 from above `solved`."""
+    values = last_values(history, SUCCESS, steps)
+    before = max((row.get(SUCCESS, 0.0) for row in history[:-steps]), default=0.0)
+    if not values or any(values) or before < solved:
+        return ""
+    return f"{SUCCESS} was up to {before:.2f}, and is exactly 0 in the last {steps} steps"
+
+
+@alarm
 def success_drop(history: History, *, steps: int, fraction: float, solved: float) -> str:
     """Mean success over the last steps is at most a fraction of its best mean over as many earlier steps.
 
@@ -309,8 +294,40 @@ def success_drop(history: History, *, steps: int, fraction: float, solved: float
     return f"{SUCCESS} fell from {best:.2f} to {fmean(last):.2f}, both means over {steps} steps"
 
 
+def _without_gain(history: History, *, name: str, steps: int, first: int, factor: float, gain: float) -> str:
+    """Return evidence if a metric rose by `factor` since the first steps and success by less than `gain`."""
+    base, values = first_mean(history, name, first, steps), last_values(history, name, steps)
+    solved, now = first_mean(history, SUCCESS, first, steps), last_values(history, SUCCESS, steps)
+    if not base or not values or solved is None or not now:
+        return ""
+    if min(values) < factor * base or fmean(now) >= solved + gain:
+        return ""
+    return f"{name} rose from {base:.3g} to {values[-1]:.3g}; {SUCCESS} went from {solved:.2f} to {fmean(now):.2f}"
+
+
+_CHECKS.update(
+    {"length_explosion": partial(_without_gain, name=_LENGTH), "tool_overuse": partial(_without_gain, name=_CALLS)}
+)
+
+
+@alarm
+def truncation(history: History, *, steps: int, limit: float) -> str:
+    """Episodes reach a token limit."""
+    shares = [_cut_share(row) for row in history[-steps:]]
+    return f"{shares[-1]:.0%} of the episodes" if len(shares) == steps and min(shares) > limit else ""
+
+
 def _cut_share(row: Row) -> float:
     return sum(row.get(f"episode/stop/{reason}", 0.0) for reason in (StopReason.TRUNCATED, StopReason.MAX_TOKENS))
+
+
+@alarm
+def long_episodes(history: History, *, steps: int, turns: float, solved: float) -> str:
+    """Many turns, one reward, low success."""
+    lengths, success = last_values(history, "turns/mean", steps), last_values(history, SUCCESS, steps)
+    if not lengths or min(lengths) <= turns or not success or max(success) >= solved or "reward/turns" in history[-1]:
+        return ""
+    return f"turns/mean is {lengths[-1]:.1f}, {SUCCESS} {success[-1]:.2f}"
 
 
 @alarm
@@ -333,6 +350,25 @@ def dead_tool(history: History, *, steps: int, calls: int) -> str:
         if errors and min(errors) >= 1 and counts and sum(counts) >= calls:
             return f"all {sum(counts):.0f} calls of {tool} in the last {steps} steps failed"
     return ""
+
+
+@alarm
+def tool_starvation(history: History, *, steps: int, first: int, fraction: float, calls: float) -> str:
+    """Calls per episode fall to a fraction of those of the first steps."""
+    base, values = first_mean(history, _CALLS, first, steps), last_values(history, _CALLS, steps)
+    if base is None or base < calls or not values or max(values) > fraction * base:
+        return ""
+    return f"{_CALLS} fell from {base:.2f} to {values[-1]:.2f}"
+
+
+@alarm
+def few_strategies(history: History, *, steps: int, first: int, fraction: float) -> str:
+    """The number of distinct sequences of tools falls to a fraction of that of the first steps, or to 1."""
+    name = "tools/sequences"
+    base, values = first_mean(history, name, first, steps), last_values(history, name, steps)
+    if not base or not values or base < 2 or max(values) > max(1.0, fraction * base):
+        return ""
+    return f"{values[-1]:.0f} distinct sequences of tools in a step, at first {base:.1f}"
 
 
 # Rewards against success
@@ -375,16 +411,26 @@ def _means(rows: History) -> dict[str, float]:
 @alarm
 def reward_hacking(history: History, *, evaluations: int, rise: float, drop: float) -> str:
     """Held-out success is below its best evaluation, with disjoint intervals, while the training reward is above."""
-    name, best, solved, last = _since_best(history, evaluations)
+    name, found = _evaluations(history)
+    if len(found) <= evaluations:
+        return ""
+    best, solved = max(found[:-evaluations], key=lambda pair: pair[1])
     bounds = name.removesuffix("/success")
-    for row, value in last:
+    for row, value in found[-evaluations:]:
         is_worse = value <= solved - drop and row.get(f"{bounds}/high", value) < best.get(f"{bounds}/low", solved)
         if not is_worse or row["reward/mean"] < best["reward/mean"] + rise:
             return ""
-    if not last:
-        return ""
     rose = f"reward/mean rose from {best['reward/mean']:.2f} to {history[-1]['reward/mean']:.2f}"
-    return f"{name} fell from {solved:.2f} to {last[-1][1]:.2f}; {rose}"
+    return f"{name} fell from {solved:.2f} to {found[-1][1]:.2f}; {rose}"
+
+
+@alarm
+def entropy_collapse(history: History, *, steps: int, limit: float) -> str:
+    """Entropy stays near 0. Steps without training have no entropy and raise no alarm."""
+    values = last_values(history, ENTROPY, steps)
+    if not values or max(values) >= limit:
+        return ""
+    return f"{ENTROPY} is {values[-1]:.4g} nats per token, below {limit:g}{in_each_of(steps)}"
 
 
 @alarm
@@ -400,6 +446,24 @@ def template_collapse(history: History, *, steps: int, first: int, fraction: flo
     if base is None or base <= 0 or max(values) >= fraction * base:
         return ""
     return f"{name} fell from {base:.3g} to {values[-1]:.3g} nats per token"
+
+
+@alarm
+def exploration_ended(history: History, *, steps: int, limit: float) -> str:
+    """Most groups have a low sampled entropy: dropped groups do not count in the trained entropy."""
+    values = last_values(history, "groups/low_entropy", steps)
+    if not values or min(values) < limit:
+        return ""
+    return f"in {values[-1]:.0%} of the groups; {history[-1].get(EQUAL, 0.0):.0%} have equal rewards"
+
+
+@alarm
+def entropy_explosion(history: History, *, steps: int, first: int, factor: float, rise: float) -> str:
+    """Entropy is far above that of the first steps."""
+    base, values = first_mean(history, ENTROPY, first, steps), last_values(history, ENTROPY, steps)
+    if base is None or not values or min(values) < max(factor * base, base + rise):
+        return ""
+    return f"{ENTROPY} rose from {base:.3g} to {values[-1]:.3g} nats per token"
 
 
 @alarm
@@ -427,6 +491,25 @@ def kl_rate(history: History, *, steps: int, first: int, limit: float) -> str:
 
 
 @alarm
+def gradient_spike(history: History, *, steps: int, window: int, factor: float) -> str:
+    """The gradient norm is a multiple of its median over the `window` steps before."""
+    name = "optim/grad_norm"
+    before, values = last_values(history[:-steps], name, window), last_values(history, name, steps)
+    if not before or not values or min(values) < factor * median(before):
+        return ""
+    return f"{name} is {values[-1]:.3g}; its median over {window} steps was {median(before):.3g}"
+
+
+@alarm
+def inert_clip(history: History, *, steps: int) -> str:
+    """No token is clipped although the ratios differ from 1."""
+    clipped, ratios = (last_values(history, f"policy/{name}", steps) for name in ("clip_fraction", "ratio_max"))
+    if not clipped or any(clipped) or not ratios or min(ratios) <= 1 + 1e-6:
+        return ""
+    return f"policy/clip_fraction is 0{in_each_of(steps)}; ratios reach {max(ratios):.3f}"
+
+
+@alarm
 def zero_gradient(history: History, *, steps: int) -> str:
     """Loss and gradient are 0 although groups have different rewards."""
     values = last_values(history, "loss/total", steps) + last_values(history, "optim/grad_norm", steps)
@@ -434,6 +517,23 @@ def zero_gradient(history: History, *, steps: int) -> str:
     if not values or any(values) or (equal and min(equal) >= 1):
         return ""
     return f"loss/total and optim/grad_norm are 0{in_each_of(steps)}"
+
+
+@alarm
+def critic(history: History, *, steps: int, limit: float) -> str:
+    """The explained variance of the critic stays at or below the limit."""
+    name = "critic/explained_variance"
+    values = last_values(history, name, steps)
+    return f"{name} is {values[-1]:.3g}{in_each_of(steps)}" if values and max(values) <= limit else ""
+
+
+@alarm
+def mismatch(history: History, *, steps: int, limit: float) -> str:
+    """Log-probabilities of learner and engine differ in on-policy steps."""
+    if history[-1].get(MEAN_AGE, 0.0) > 0:  # expected with older weights
+        return ""
+    values = last_values(history, LOGPROB_GAP, steps)
+    return f"{values[-1]:.4g} nats per token, above {limit:g}" if values and min(values) > limit else ""
 
 
 @alarm
