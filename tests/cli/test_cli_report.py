@@ -10,7 +10,7 @@ from html.parser import HTMLParser
 
 import pytest
 
-from ludus.report.svg import downsample, ticks
+from ludus.report.svg import downsample, histogram, ticks
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path, write_rollouts
 from tiny_run import copy_run, ludus, refused
 
@@ -143,6 +143,11 @@ def test_a_long_curve_keeps_its_extremes():
     assert len(found) <= 600
     assert (777, 1.0) in found
     assert downsample(points[:600]) == points[:600]
+
+
+def test_a_histogram_counts_the_largest_value():
+    chart = histogram("reward", [0.0] * 50 + [0.9] * 50, [0.0] * 10 + [0.9] * 90, 0)
+    assert [share for *_, share in chart.columns if share] == [0.5, 0.5, 0.1, 0.9]
 
 
 def test_ticks_are_round_and_inside():

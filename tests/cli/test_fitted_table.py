@@ -7,6 +7,7 @@ import pytest
 from rich.console import Console
 
 from ludus.cli.ui.fitted_table import TableColumn, make_table
+from ludus.evaluation.tables import markdown_rows
 
 WIDTHS = (40, 60, 80, 140)
 COLUMNS = ("split", TableColumn("sampling", 1), "success", TableColumn("detectable", 3), TableColumn("f1", 2))
@@ -52,3 +53,8 @@ def test_text_is_wrapped_at_spaces_outside_intervals(width):
     assert [word for word in TEXT.split() if word not in words] == []
     for interval in ("[0.0%, 9.4%];", "[0.0%, 13.8%]"):
         assert sum(interval in line for line in shown) == 1
+
+
+def test_markdown_escapes_each_underscore_at_the_ends_of_a_word():
+    text = markdown_rows(["name"], [["call __init__ or _x of a_b"]])
+    assert text.splitlines()[2] == r"| call \_\_init\_\_ or \_x of a_b |"

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
     from ludus.evaluation.stats import Interval
     from ludus.types import Message
 
-_MARKUP = re.compile(r"[\\|`*<\[&]|\b_|_\b")
+_MARKUP = re.compile(r"[\\|`*<\[&]|\b_+|_+\b")
 
 
 def format_temperature(temperature: float) -> str:
@@ -46,7 +46,11 @@ def message_lines(message: Message, thought: str = "{}", call: str = "{}") -> li
 
 def markdown_rows(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return a Markdown table, with all markup in its cells escaped."""
-    cells = [[_MARKUP.sub(r"\\\g<0>", cell).replace("\n", " ") for cell in row] for row in (columns, *rows)]
+
+    def escaped(cell: str) -> str:
+        return _MARKUP.sub(lambda found: "".join(f"\\{one}" for one in found[0]), cell).replace("\n", " ")
+
+    cells = [list(map(escaped, row)) for row in (columns, *rows)]
     return "\n".join(f"| {' | '.join(row)} |" for row in (cells[0], ["---"] * len(columns), *cells[1:]))
 
 

@@ -127,7 +127,7 @@ def histogram(title: str, first: Sequence[float], last: Sequence[float], number:
     width = 1.0 if whole else (high - low) / bins or 1.0
     count = int(high - low) + 1 if whole else bins
     low -= 0.5 * whole
-    edges = np.linspace(low, low + count * width, count + 1)
+    edges = np.linspace(low, max(low + count * width, high), count + 1)  # rounding must not lose the largest value
     columns: list[tuple[str, float, float, float]] = []
     for name, given in (("before", first), (f"after {style(number)}", last)):
         shares = np.histogram(given, edges)[0] / max(1, len(given))

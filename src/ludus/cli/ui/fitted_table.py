@@ -139,7 +139,7 @@ def write_result_files(args: argparse.Namespace, data: object, tables: Iterable[
     """Write the files that --json and --markdown name, replacing existing ones. Raises UserError for a failed write."""
     texts = {args.json: json.dumps(data, indent=1) + "\n"} if args.json is not None else {}
     if args.markdown is not None:
-        texts[args.markdown] = "\n".join(table.to_markdown() for table in tables)
+        texts[args.markdown] = "\n".join(f"{table.to_markdown().rstrip()}\n" for table in tables)
     for path, text in texts.items():
         try:
             path.write_text(text, "utf-8", errors="replace")
