@@ -60,7 +60,9 @@ def test_scaling_of_a_run_as_json_and_markdown(tiny_run, tmp_path):
     methods = {row["method"] for row in rows}
     assert {"turns at most", "best of", "any of (pass@k)"} <= methods
     assert notes[0].startswith("3 attempts per task")
-    lines = (tmp_path / "report.md").read_text().splitlines()
+    text = (tmp_path / "report.md").read_text()
+    assert text.endswith("\n")
+    lines = text.splitlines()
     assert lines[:4:2] == ["## Success against test-time compute", "| method | budget | success | difference |"]
     assert sum(line.startswith("|") for line in lines) == len(rows) + 2
     assert f"Written: {tmp_path / 'report.md'}" in out
@@ -145,6 +147,7 @@ ENDPOINT = ("TINY", "--url", "http://h", "--model", "m")
         (("faithfulness", "--run", "RUN", "--samples", "4"), "does not use --samples"),
         (("faithfulness", *ENDPOINT), "which an endpoint does not return"),
         (("scaling", "--run", "RUN", "--split", "tset"), "no split 'tset'"),
+        (("transfer", "--run", "RUN", "--step", "7", "--splits", "tset"), "--splits: The world 'prices' has no"),
         (("scaling", "--run", "RUN", "--tasks", "0"), "evaluation.tasks"),
         (("scaling", "--run", "RUN", "--step", "7"), "has no checkpoint of step 7"),
         (("scaling", *ENDPOINT, "--step", "1"), "--step needs --run"),

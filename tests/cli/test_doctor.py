@@ -99,9 +99,10 @@ def test_the_report_before_training_is_complete_and_sets_the_exit_code(before_tr
     assert sum(report["pass_rates"].values()) == len(report["tasks"]) == 6
     assert report["success"] == pytest.approx(sum(report["tasks"].values()) / 24)
     assert [one["group_size"] for one in report["usable_groups"]] == [2, 4, 8, 16, 32]
-    assert report["episodes"]["lengths"]["prompt"]["p50"] > 0
+    assert report["lengths"]["prompt"]["p50"] > 0
+    assert report["tools"]["calls_per_episode"] > 0
     assert report["step"]["episodes"] == 9
-    assert report["step"]["sampling_s"] == pytest.approx(report["episodes"]["seconds"] * 9 / 24)
+    assert report["step"]["sampling_s"] == pytest.approx(report["speed"]["seconds"] * 9 / report["speed"]["episodes"])
     assert code == (report["verdict"]["answer"] != "RL can start")
     ways = {one["name"]: one for one in report["alternatives"]}
     assert ways["prompt as is"]["cost"] == 0
@@ -129,7 +130,7 @@ def test_the_report_is_printed_for_a_world_file_and_a_run(tiny_run):
 def test_an_endpoint_is_sampled_with_the_model_that_it_serves(served):
     said = ludus("doctor", "guess", "--model", served.url + "/v1", "--tasks", "2", "--attempts", "2", "--json")
     report = json.loads(said.out)
-    assert report["episodes"]["lengths"]["prompt"] is None
+    assert report["lengths"]["prompt"] is None
     assert "--model must name the weights of policy" in report["command_note"]
 
 
@@ -190,6 +191,8 @@ def test_examples_follow_the_system_message():
     [
         (("search",), "No model for the environment 'search'."),
         (("--model", "x"), "--model needs an environment."),
+        (("--model", ""), "--model needs an environment."),
+        (("search", "--model", ""), "The model folder '' does not exist."),
         (("nosuch", "--model", "x"), "Unknown environment 'nosuch'."),
         (("search", "--model", "x", "--attempts", "1"), "--attempts is 1."),
         (("search", "--model", "x", "--tasks", "1"), "--tasks is 1."),

@@ -253,7 +253,7 @@ def check_split(world: World, split: str, setting: str = "evaluation.splits") ->
     try:
         tasks = world.tasks(split)
     except UserError as error:
-        raise UserError(f"{setting}: {error.message}", f"Set --{setting}. {error.hint}") from error
+        raise UserError(f"{setting}: {error.message}", f"Set --{setting.removeprefix('--')}. {error.hint}") from error
     check_tasks(split, tasks)
     if not tasks:
         sizes = ", ".join(f"{name} {len(world.tasks(name))}" for name in world.splits)

@@ -59,17 +59,18 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     is_file = (target or "").partition(":")[0].endswith((".toml", ".py"))
     is_environment = target is not None and (is_file or is_recipe(target))
     is_run = target is not None and (Path(target) / "config.toml").is_file()
-    if model is None:
+    has_model = model is not None
+    if not has_model:
         no_settings(overrides, "doctor")
     of_run = f"{target} is a run folder, whose check takes no --model."
     which = f"Write ./{target}, or add --model."
     raise_first(
-        (model and target is None, "--model needs an environment.", "Write `ludus doctor ENV --model M`."),
-        (model and is_run and not is_environment, of_run, "Remove --model, or name an ENV."),
-        (not model and is_environment and is_run, f"{target!r} is an environment and a run folder.", which),
-        (not model and is_environment, f"No model for the environment {target!r}.", _WHICH_MODEL),
+        (has_model and target is None, "--model needs an environment.", "Write `ludus doctor ENV --model M`."),
+        (has_model and is_run and not is_environment, of_run, "Remove --model, or name an ENV."),
+        (not has_model and is_environment and is_run, f"{target!r} is an environment and a run folder.", which),
+        (not has_model and is_environment, f"No model for the environment {target!r}.", _WHICH_MODEL),
     )
-    if model is not None:
+    if has_model:
         from ludus.cli.evaluate.readiness import check_readiness  # needs libraries that the machine may miss
 
         return check_readiness(args, overrides)
@@ -115,7 +116,8 @@ def _print_findings(folder: Path, steps: int, as_json: bool) -> int:
         print_text(console, f"       {finding.remedy}")
     for cause, topics in consequences.items():
         names = ", ".join(dict.fromkeys(topics))
-        print_text(console, f"{len(topics)} findings follow from {cause} (--json has them in full): {names}.")
+        follow = "1 finding follows" if len(topics) == 1 else f"{len(topics)} findings follow"
+        print_text(console, f"{follow} from {cause} (--json has them in full): {names}.")
     numbers = f"{len(data.rows)} steps, {len(data.records)} rollouts of the last {min(steps, len(data.rows))}"
     read = f"{numbers}, {len(data.evaluations)} evaluations"
     counts = Counter(finding.severity for finding in found)

@@ -53,7 +53,6 @@ from ludus.training.run.run_dir import (
 
 if TYPE_CHECKING:
     from ludus.cli.ui.load_run import LoadedRun
-    from ludus.types import Task
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
@@ -271,18 +270,16 @@ def _result_folder(args: argparse.Namespace, config: Config) -> RunFolder:
     return new_run(config.model_copy(update={"run": settings}), "eval", "eval")
 
 
-async def run_plan(
-    backend: EvalBackend, plan: EvaluationPlan, console: Console, tasks: Sequence[Task] | None = None
-) -> tuple[Evaluation, list[Episode]]:
-    """Run one evaluation with a progress bar, by default on the tasks of its split."""
+async def run_plan(backend: EvalBackend, plan: EvaluationPlan, console: Console) -> tuple[Evaluation, list[Episode]]:
+    """Run one evaluation with a progress bar."""
     episode_scheduler = backend.scheduler(SamplingPlan("evaluate", plan.temperature, plan.seed))
-    chosen = backend.world.tasks(plan.split) if tasks is None else tasks
+    tasks = backend.world.tasks(plan.split)
     with bars(console) as progress:
         if warning := short_split(backend.world, plan.split, plan.num_tasks):
             print_text(console, warning)
         name = f"evaluation, {plan.split}, {format_sampling(plan)}"
-        bar = progress.add_task(name, total=plan.episodes_of(chosen), numbers="")
-        return await evaluate(episode_scheduler, chosen, plan, lambda _: progress.advance(bar))
+        bar = progress.add_task(name, total=plan.episodes_of(tasks), numbers="")
+        return await evaluate(episode_scheduler, tasks, plan, lambda _: progress.advance(bar))
 
 
 def _verdict_line(saved: SavedEvaluation, reproducible: bool) -> str:

@@ -16,6 +16,7 @@ from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.envs.registry import closing
 from ludus.errors import UserError
+from ludus.evaluation.evaluate import check_split
 from ludus.evaluation.probes.counterfactuals import measure_counterfactuals
 from ludus.evaluation.probes.endpoint import diagnose_endpoint
 from ludus.evaluation.probes.episodes import ProbePlan
@@ -131,6 +132,8 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     config = evaluation_config(args, [*_settings(args, kind), *overrides])
     announce(f"Building the world {config.env.name} and its tasks ...")
     world = check_world(config, None)
+    for split in args.splits or ():
+        check_split(world, split, "--splits")
     plan = ProbePlan(
         world.tasks(args.split)[: args.tasks],
         SAMPLES if args.samples is None else args.samples,

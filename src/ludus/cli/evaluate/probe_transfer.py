@@ -28,8 +28,6 @@ Pair = tuple[LoadedRun, LoadedRun]
 async def measure_transfer(pair: Pair, plan: ProbePlan, args: argparse.Namespace) -> ProbeReport:
     """Return the report of the run's own world, its other --splits, --worlds and --dialogues."""
     own = pair[1].session
-    for split in args.splits or ():
-        check_split(own.world, split)
     configs = {Path(recipe).stem: recipe_config(recipe, (), ()) for recipe in args.worlds or ()}
     losses = _losses(pair, args.dialogues) if args.dialogues else None
     worlds = {own.world.name: await _success(pair, own.config, own.world, plan)}

@@ -16,9 +16,9 @@ from pydantic import BaseModel, Field
 from rich.console import Console
 
 from ludus.cli.arguments import check_run, is_recipe, model_settings, recipe_config
-from ludus.cli.evaluate.eval import EvalBackend, open_backend, run_plan
+from ludus.cli.evaluate.eval import EvalBackend, open_backend
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
-from ludus.cli.ui.terminal import announce, make_console, print_line, print_text
+from ludus.cli.ui.terminal import announce, bars, make_console, print_line, print_text
 from ludus.config.load import load_config
 from ludus.config.paths import check_model_folder
 from ludus.config.schema import Config
@@ -26,7 +26,7 @@ from ludus.engines.remote.http_client import check_reachable, get_once
 from ludus.envs.base import World
 from ludus.envs.registry import WORLDS, build_world, check_sandbox, closing, plugin_tools
 from ludus.errors import EngineError, LudusError, UserError, WorldError, did_you_mean
-from ludus.evaluation.evaluate import Conditions, Evaluation, EvaluationPlan, check_split
+from ludus.evaluation.evaluate import Conditions, Evaluation, EvaluationPlan, check_split, evaluate
 from ludus.evaluation.prompt_search import search_prompt, system_prompt, with_system_prompt
 from ludus.evaluation.readiness import (
     LIMITS,
@@ -75,7 +75,7 @@ class ReadinessReport:
     def data(self) -> dict[str, object]:
         """Return everything as JSON values."""
         one, result, others = self.found, self.found.evaluation, asdict(self)
-        del others["found"]
+        episodes = others.pop("found")["episodes"]
         return {
             "success": result.rate,
             "interval": [result.interval.low, result.interval.high],
@@ -83,7 +83,9 @@ class ReadinessReport:
             "tasks": dict(zip(result.task_ids, result.successes, strict=True)),
             "pass_rates": one.pass_rates,
             "usable_groups": [asdict(share) for share in one.shares],
-            "episodes": asdict(one.episodes),
+            "lengths": {**episodes["lengths"], "stopped": episodes["stopped"]},
+            "tools": {name: episodes[name] for name in ("calls_per_episode", "errors", "unknown", "unparsed", "dead")},
+            "speed": {"episodes": one.episodes.num, **{key: episodes[key] for key in ("seconds", "sampled", "tokens")}},
             "verdict": asdict(one.verdict),
             **others,
         }
@@ -217,9 +219,13 @@ async def sample(
     """Run `--attempts` episodes per task at the temperature of training; return them and the seconds."""
     conditions, temperature = Conditions.of(config), config.rollout.temperature
     plan = EvaluationPlan(_SPLIT, len(tasks), args.attempts, temperature, config.run.seed, conditions=conditions)
-    begin = time.perf_counter()
-    result, episodes = await run_plan(backend, plan, console, tasks)
-    return result, [episode.trajectory for episode in episodes], time.perf_counter() - begin
+    runner = backend.scheduler(SamplingPlan("evaluate", temperature, plan.seed))
+    with bars(console, transient=True) as progress:
+        bar = progress.add_task("sampling", total=plan.episodes_of(tasks), numbers="")
+        begin = time.perf_counter()
+        result, episodes = await evaluate(runner, tasks, plan, lambda _: progress.advance(bar))
+        seconds = time.perf_counter() - begin
+    return result, [episode.trajectory for episode in episodes], seconds
 
 
 def solved_examples(tried: Sequence[Trajectory], world: World) -> list[list[Message]]:
