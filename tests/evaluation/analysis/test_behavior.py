@@ -106,6 +106,11 @@ def test_reflection_rate_is_per_thousand_words_and_call_position_is_relative():
     assert found["call_position"] == 0.5
 
 
+def test_measures_are_means_over_the_attempts_of_a_task():
+    found = measured(attempt(FOUND, FOUND, "a"), attempt("b", sample=1, solved=False))
+    assert (found["success"], found["calls"]) == (0.5, 1)
+
+
 def test_diversity_counts_distinct_tool_sequences():
     page = call("fetch", "Prague", page="Hranice")
     attempts = [attempt(FOUND, "a"), attempt(FOUND, "b", sample=1), attempt(FOUND, page, "c", sample=2)]
