@@ -87,6 +87,19 @@ def test_damaged_shard_is_rejected(shards, data):
         load_shards(shards, "model", like())
 
 
+@pytest.mark.parametrize("kept", [slice(1, None), slice(-1)])
+def test_missing_part_of_a_tensor_is_rejected(shards, kept):
+    (path,) = shards.iterdir()
+    stored = load_file(path)
+    name = f"model/{next(iter(like()))}"
+    stored[name] = stored[name][kept].contiguous()
+    offsets = {key: {"saved_offsets": [0] * tensor.dim()} for key, tensor in stored.items()}
+    offsets[name]["saved_offsets"][0] = kept.start or 0
+    save_file(stored, path, {"DCP_SHARDING_INFO": json.dumps(offsets)})
+    with pytest.raises(StorageError, match=f"broken: it lacks a part of {name}"):
+        load_shards(shards, "model", like())
+
+
 def test_missing_shards_are_rejected(shards):
     shutil.rmtree(shards)
     shards.mkdir()

@@ -22,6 +22,7 @@ from ludus.errors import LearnerError, StorageError, UserError
 from ludus.training.batches.rows import balance_rows, row_of_segments
 from ludus.training.distributed.collectives import decoder_layers, is_sharded
 from ludus.training.distributed.launcher import LeaderRank, RankGroup, Rendezvous, destroy_group
+from ludus.training.run import checkpoint as checkpoints
 from ludus.types import Segment
 from rank_processes import in_processes
 from tests.training.learner.test_learner import learner, random_rows, tiny_model
@@ -119,6 +120,21 @@ def test_equal_shards_are_written_as_equal_files(group_of_one, tmp_path):
     assert first == second
 
 
+def test_shards_are_files_of_bounded_size(group_of_one, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoints, "SHARD_BYTES", 20_000)
+    before, _, _ = sharded_ranks.saves("plain", tmp_path)
+    folder = tmp_path / "step-000002"
+    files = sorted((folder / "trainer" / "shards").iterdir())
+    largest = max(p.numel() * p.element_size() for p in tiny_model().parameters())
+    assert len(files) > 5
+    assert all(len(contents(path)[1]) < 20_000 + largest for path in files)
+    found, _, _ = sharded_ranks.resumes("plain", folder)
+    assert max(differences(found, before).values()) == 0
+    next(path for path in files if any(key.startswith("optimizer/") for key in contents(path)[0])).unlink()
+    with pytest.raises(LearnerError, match="optimizer state does not match"):
+        sharded_ranks.resumes("plain", folder)
+
+
 def contents(path):
     """The header of a safetensors file, whose order of keys is random, and its data."""
     data = path.read_bytes()
@@ -170,6 +186,11 @@ def test_two_rank_checkpoint_resumes_on_one_two_and_four_ranks(tmp_path, kind):
                 assert found_metrics == metrics
             assert max(differences(found_after, after).values()) < 1e-10
             assert found_metrics == pytest.approx(metrics, abs=1e-10)
+    for path in sorted((tmp_path / "step-000002" / "trainer" / "shards").iterdir()):
+        moved = path.rename(path.with_suffix(".gone"))
+        with pytest.raises(StorageError, match="broken: it lacks a part of optimizer/"):
+            sharded_ranks.resumes(kind, checkpoint)
+        moved.rename(path)
 
 
 @pytest.mark.fault

@@ -16,6 +16,7 @@ import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, field, replace
+from itertools import accumulate
 from pathlib import Path
 from types import MappingProxyType
 from typing import TYPE_CHECKING
@@ -29,7 +30,7 @@ from ludus.config.schema import AlarmAction, AlarmsConfig
 from ludus.engines.models.loading import save_model
 from ludus.errors import StorageError, UserError
 from ludus.rollouts.ledger import AccountingError, LedgerState
-from ludus.training.distributed.collectives import full_state_dict, is_sharded
+from ludus.training.distributed.collectives import full_state_dict, is_sharded, local_shard
 from ludus.training.learner.optimizer import Optimizer
 from ludus.training.run.run_dir import damaged, list_checkpoints, write_manifest
 
@@ -40,6 +41,8 @@ if TYPE_CHECKING:
 
 SHARDS = "shards"
 """Name of the folder in `trainer/`."""
+SHARD_BYTES = 64 * 2**20
+"""Size above which a rank starts another file: torch holds a file in memory up to three times while it writes it."""
 
 
 def save_shards(
@@ -53,9 +56,11 @@ def save_shards(
     weights = {name: p.detach() for name, p in model.named_parameters() if p.requires_grad}
     tensors_by_name = {"model": weights, "optimizer": optimizer.state_dict(), **parts}
     tensors = {f"{part}/{name}": t for part, by_name in tensors_by_name.items() for name, t in by_name.items()}
+    starts = accumulate((local_shard(t).nbytes for t in tensors.values()), initial=0)
+    files = {name: 1 + start // SHARD_BYTES for name, start in zip(tensors, starts, strict=False)}
     try:
         with _quiet():
-            save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), save_distributed=True))
+            save(tensors, storage_writer=HuggingFaceStorageWriter(str(folder), files, save_distributed=True))
     except CheckpointException as error:
         rank = min(error.failures)
         cause, _ = error.failures[rank]
@@ -73,6 +78,7 @@ def load_shards(folder: Path, part: str, like: Mapping[str, torch.Tensor]) -> di
     """
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.hf_storage import HuggingFaceStorageReader
+    from torch.distributed.checkpoint.metadata import TensorStorageMetadata
     from torch.distributed.checkpoint.state_dict_loader import load
 
     try:
@@ -82,6 +88,11 @@ def load_shards(folder: Path, part: str, like: Mapping[str, torch.Tensor]) -> di
             raise ValueError("it has no tensors")
         names = [name.removeprefix(f"{part}/") for name in known if name.startswith(f"{part}/")]
         wanted: dict[str, torch.Tensor] = {f"{part}/{name}": like[name] for name in names if name in like}
+        for name, tensor in wanted.items():
+            stored = known[name]
+            chunks = stored.chunks if isinstance(stored, TensorStorageMetadata) else []
+            if sum(chunk.sizes.numel() for chunk in chunks) != tensor.numel():
+                raise ValueError(f"it lacks a part of {name}")
         with _quiet():
             load(wanted, storage_reader=reader)
     except (OSError, SafetensorError, ValueError, KeyError, TypeError, CheckpointException) as error:
