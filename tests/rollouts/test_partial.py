@@ -149,9 +149,10 @@ def test_resumed_synchronous_run_equals_the_uninterrupted_run(tiny_run, partial,
 def test_episodes_of_a_nonreproducible_world_restart_after_resume_and_are_counted(tiny_run, partial, tmp_path):
     cut = Path(shutil.copytree(partial, tmp_path / "run"))
     path = cut / "checkpoints/step-000002/trainer/waiting.jsonl"
-    lines, changed = [json.loads(line) for line in path.read_text().splitlines()], 0
+    lines, changed, begun = [json.loads(line) for line in path.read_text().splitlines()], 0, []
     for line in lines:
-        if line.get("reason") == "waits" and line["trajectory"]["segments"][-1]["kind"] == "action":
+        begun = line.get("begun", begun)  # a group's record is followed by its rollouts
+        if "trajectory" in line and line["trajectory"]["sample"] in begun:
             line["trajectory"]["segments"][0]["tokens"][0] += 1  # another prompt than the world shows
             changed += 1
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
