@@ -1,6 +1,7 @@
 """Settings: accepted values in files and on the command line, and error messages."""
 
 import math
+import os
 import re
 import subprocess
 import sys
@@ -308,8 +309,11 @@ def test_every_shipped_configuration_is_valid(path):
     assert config_from_toml(to_toml(config)) == config
 
 
+TEXT = st.text(st.characters(codec="utf-8")).filter(
+    lambda text: not os.path.exists(text)
+)  # existing paths become absolute
 FREE = st.recursive(
-    st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text(st.characters(codec="utf-8")),
+    st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXT,
     lambda inner: (
         st.lists(inner, max_size=3) | st.dictionaries(st.text(st.characters(codec="utf-8")), inner, max_size=3)
     ),
