@@ -312,7 +312,15 @@ def _read_hermes(draft: ParsedDraft, text: str, _: Sequence[ToolSchema]) -> None
 
 
 def _is_inside_json(text: str, at: int) -> bool:
-    return any(_json_end(text, tag.end()) > at for tag in re.finditer(CALL_OPEN, text[:at]))
+    position = 0
+    while (start := text.find(CALL_OPEN, position, at)) >= 0:
+        end = _json_end(text, start + len(CALL_OPEN))
+        if end > at:
+            return True
+        position = end if end >= 0 else text.find(CALL_CLOSE, start, at)
+        if position < 0:  # broken JSON up to `at`: the last tag may begin a call
+            return _json_end(text, text.rfind(CALL_OPEN, 0, at) + len(CALL_OPEN)) > at
+    return False
 
 
 HERMES = ToolCallParser("hermes", _read_hermes, _is_inside_json)
