@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import argparse
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from io import BytesIO
+from pathlib import Path
 from zipfile import ZIP_LZMA, ZipFile, ZipInfo
 
 
@@ -22,3 +24,14 @@ def pack(members: Mapping[str, Sequence[object]]) -> bytes:
 def as_line(row: object) -> str:
     """Return a row as a line of JSON."""
     return json.dumps(row, ensure_ascii=False, separators=(",", ":")) + "\n"
+
+
+def write_archive(
+    description: str | None, default: Path, members: Callable[[], Mapping[str, Sequence[object]]]
+) -> None:
+    """Write the archive to `--out` of the command line."""
+    parser = argparse.ArgumentParser(description=description)
+    parser.add_argument("--out", type=Path, default=default)
+    out: Path = parser.parse_args().out
+    out.write_bytes(pack(members()))
+    print(f"{out}: {out.stat().st_size:,} bytes")

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
-from generators.archive import pack
+from generators.archive import write_archive
 from generators.functions.generate import DrawnTask, draw_tasks
 from ludus.envs.task_archive import SPLITS
 from ludus.worlds.functions.tasks import TaskRow
@@ -48,8 +47,4 @@ def members(num: Mapping[str, int] = NUM) -> dict[str, list[TaskRow]]:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=OUT)
-    out: Path = parser.parse_args().out
-    out.write_bytes(pack(members()))
-    print(f"{out}: {out.stat().st_size:,} bytes")
+    write_archive(__doc__, OUT, members)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import islice
 from pathlib import Path
 
-from generators.archive import pack
+from generators.archive import write_archive
 from generators.math.generate import draw_questions, make_problems
 from ludus.worlds.math.grader import answer_text
 from ludus.worlds.math.problems import DEFAULT_TOPICS, LEVELS, RECIPE, MathProblem
@@ -55,8 +54,4 @@ def members(sizes: Mapping[str, int] = SIZES, recipe_sizes: Mapping[str, int] = 
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--out", type=Path, default=OUT)
-    out: Path = parser.parse_args().out
-    out.write_bytes(pack(members()))
-    print(f"{out}: {out.stat().st_size:,} bytes")
+    write_archive(__doc__, OUT, members)
