@@ -1,12 +1,15 @@
 """`ludus doctor RUN` on a run with planted faults, one at a time, and on one without."""
 
 import random
+import tomllib
 from dataclasses import replace
+from importlib.resources import files
 
 import pytest
 
 from ludus.config.load import load_config
 from ludus.config.settings import list_settings
+from ludus.diagnostics.alarms import rules
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan
 from ludus.evaluation.run_findings import RunData, examine_run
@@ -205,6 +208,12 @@ def test_findings_that_a_fault_explains_come_last_and_name_it():
     assert found[0].topic == "limits"
     assert "rollout.max_tokens_per_turn = " in found[0].text
     assert {one.follows_from for one in found[1:]} == {"limits"}
+
+
+def test_explained_topics_are_topics_of_findings_and_alarms():
+    texts = tomllib.loads((files("ludus.evaluation") / "findings.toml").read_text())
+    known = {rule["topic"] for rule in texts.values()} | {f"alarm {name}" for name in rules()}
+    assert {topic for rule in texts.values() for topic in rule.get("explains", ())} <= known
 
 
 def test_the_error_of_a_failing_tool_is_quoted():

@@ -347,7 +347,7 @@ def _find_plugin(kind: type[PartSpec], name: str) -> PartSpec:
     known = {*(f.name for f in fields(kind.batch)), itself}
     if unknown := sorted(set(found.reads.values()) - known):
         raise ConfigError(
-            f"{setting} = {name!r} reads {unknown[0]!r}, which is no field of {kind.batch.__name__}.",
+            f"{setting} = {name!r} reads {unknown[0]!r}, but {kind.batch.__name__} has no such field.",
             f"There are: {', '.join(sorted(known))}.",
         )
     passed = {*found.options, *known, *found.reads, "algorithm", *SETTING_PARAMETERS}
