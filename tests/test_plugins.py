@@ -156,5 +156,5 @@ def test_part_reads_a_field_of_the_batch_by_another_name(written):
     found = replace(PRESETS["grpo"], loss=name).compute("loss", BATCH)
     assert torch.equal(found, BATCH.behavior_logprobs + 1)
     name = f"{written(head.format('nothing') + body)}:mine"
-    with pytest.raises(ConfigError, match="reads 'nothing', which is no field of TokenBatch"):
+    with pytest.raises(ConfigError, match="reads 'nothing', but TokenBatch has no such field"):
         replace(PRESETS["grpo"], loss=name).compute("loss", BATCH)

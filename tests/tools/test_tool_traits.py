@@ -162,7 +162,10 @@ def test_hanging_tools_time_out_by_latency_class():
 
 def test_only_started_calls_have_a_cost():
     async def never() -> str:
-        await asyncio.Event().wait()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0.2)  # holds the only place until the second call's deadline has passed
         return ""
 
     @tool(traits=Traits(cost=0.5))
