@@ -4,8 +4,8 @@
     python tests/mutation.py --only src/ludus/rollouts/ledger.py:120
 
 A mutation changes one comparison, operator, constant, boolean or returned value in a function of the folders in
-`CORE`. It is applied to a copy of the repository. First run the tests of the mirrored folder and those that name
-the module; if none fails, the whole default suite runs.
+`CORE`, except in code that runs only on a GPU. It is applied to a copy of the repository. First run the tests of the
+mirrored folder and those that name the module; if none fails, the whole default suite runs.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 CORE = ("algorithms", "chat", "engines/embedded", "envs", "evaluation", "rewards", "rollouts", "sandbox/local", "tools")
 CORE += tuple(f"training/{name}" for name in ("batches", "collection", "credit", "learner", "rl", "run"))
+GPU_ONLY = ("src/ludus/engines/embedded/paged_kernels.py",)
 LIMIT_S = 1800
 OPPOSITES = {ast.Lt: ast.LtE, ast.LtE: ast.Lt, ast.Gt: ast.GtE, ast.GtE: ast.Gt, ast.Eq: ast.NotEq}
 OPPOSITES |= {ast.NotEq: ast.Eq, ast.In: ast.NotIn, ast.NotIn: ast.In, ast.Is: ast.IsNot, ast.IsNot: ast.Is}
@@ -136,7 +137,7 @@ def main() -> int:
     parser.add_argument("--only", help="PATH:LINE: the mutations of one line")
     args = parser.parse_args()
     files = [file for folder in CORE for file in sorted((ROOT / "src/ludus" / folder).rglob("*.py"))]
-    every = [mutation for file in files for mutation in mutations(file)]
+    every = [mutation for file in files for mutation in mutations(file) if mutation.path not in GPU_ONLY]
     drawn = random.Random(args.seed).sample(every, args.count)
     if args.only:
         drawn = [m for m in every if f"{m.path}:{m.line}" == args.only]
