@@ -232,6 +232,9 @@ def test_example_pipeline_has_valid_stages_and_settings():
     assert configs[2].algorithm.preset == "dr_grpo"
 
 
-def test_the_pipeline_of_a_pretrained_model_is_valid():
-    stages = load_pipeline(Path(__file__).parents[2] / "examples" / "pretrained.toml")
+@pytest.mark.parametrize(("name", "levels"), [("pretrained", [1, 2]), ("pretrained_harder", [1, 2, 3])])
+def test_the_pipeline_of_a_pretrained_model_is_valid(name, levels):
+    stages = load_pipeline(Path(__file__).parents[2] / "examples" / f"{name}.toml")
     assert [stage.kind for stage in stages] == ["sft", "rl"]
+    configs = [load_config(stage.recipe, stage.settings) for stage in stages]
+    assert [config.env.settings["levels"] for config in configs] == [levels, levels]
