@@ -57,6 +57,7 @@ def address(tiny_run, tmp_path_factory):
     (run / "probes").mkdir()
     row = {"task": HOSTILE, "value": {"value": 0.5, "low": 0.1, "high": 0.9, "text": HOSTILE}, "note": None}
     report = {"kind": "forks", "title": HOSTILE, "rows": [row], "notes": [HOSTILE]}
+    report["texts"] = [{"name": HOSTILE, "spans": [[HOSTILE, ""], [HOSTILE, HOSTILE]]}]
     (run / "probes" / "forks-step-000002.json").write_text(json.dumps(report))
     index = RolloutIndex(RunFolder(run), lambda record: record.trajectory.reward > 0)
     index.refresh()

@@ -168,9 +168,12 @@ class RunPages:
         return {"steps": steps, "values": values, "alarms": _json_lines(self.folder.alarms)}
 
     def probes(self) -> list[Row]:
-        """Return the stored reports of `ludus probe`, with rows of texts."""
-        found = stored_reports(self.folder.probes).items()
-        return [{"name": name, "title": one.title, "rows": one.records, "note": one.note} for name, one in found]
+        """Return the stored reports of `ludus probe`, with rows of texts, and the sampled texts with marked spans."""
+        found = []
+        for name, one in stored_reports(self.folder.probes).items():
+            texts = json.loads((self.folder.probes / f"{name}.json").read_text("utf-8")).get("texts", [])
+            found.append({"name": name, "title": one.title, "rows": one.records, "note": one.note, "texts": texts})
+        return found
 
     def labels(self) -> dict[tuple[object, ...], Row]:
         """Return the last label of each labelled rollout."""

@@ -36,6 +36,11 @@ def test_fork_counts_match_hand_computed_values():
     assert rows["difference, nats"] == pytest.approx(float(base.entropy[1] - base.entropy[0]))
     assert report.notes[0] == "2 of 8 sampled tokens are forks, in 2 of 2 episodes."
     assert "(2)" in report.notes[2]
+    a, b = (repr(renderer().tokenizer.decode([token])) for token in (0, 1))
+    assert [name for name, _ in report.texts] == ["a", "b"]
+    assert [note for _, note in report.texts[0][1]] == ["", f"before {a}, after {b}", ""]
+    assert "".join(text for text, _ in report.texts[0][1]) == renderer().tokenizer.decode([0, 0, 0, 0])
+    assert report.to_json()["texts"][0]["spans"][1][1] == f"before {a}, after {b}"
     one_forked = forks_report(["a", "b"], [(base, trained), (base, base)], renderer().tokenizer, 0)
     assert [row["measure"] for row in one_forked.rows] == ["tokens that are forks"]  # no interval over one task
 
@@ -44,6 +49,7 @@ def test_equal_models_have_no_forks():
     same = views(SURE, UNSURE)
     report = forks_report(["a", "b"], [(same, same)] * 2, renderer().tokenizer, 0)
     assert [row["mean over tasks"].value for row in report.rows] == [0]
+    assert not report.texts
     with pytest.raises(UserError, match="1 tasks have sampled tokens"):
         forks_report(["a"], [(same, same)], renderer().tokenizer, 0)
 

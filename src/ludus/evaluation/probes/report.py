@@ -40,20 +40,25 @@ Cell = str | int | float | Measured | None
 
 @dataclass(frozen=True)
 class ProbeReport:
-    """Rows with equal keys, and sentences about them."""
+    """Rows with equal keys, sentences about them, and sampled texts.
+
+    A text has a name and spans, each with a note; a span without a note is not marked.
+    """
 
     kind: str
     title: str
     rows: Sequence[Mapping[str, Cell]]
     notes: Sequence[str] = ()
     failed: bool = False
+    texts: Sequence[tuple[str, Sequence[tuple[str, str]]]] = ()
 
     def to_json(self) -> dict[str, JSON]:
         rows: list[JSON] = [
             {name: cell.to_json() if isinstance(cell, Measured) else cell for name, cell in row.items()}
             for row in self.rows
         ]
-        return {"kind": self.kind, "title": self.title, "rows": rows, "notes": list(self.notes)}
+        texts: list[JSON] = [{"name": name, "spans": [list(span) for span in spans]} for name, spans in self.texts]
+        return {"kind": self.kind, "title": self.title, "rows": rows, "notes": list(self.notes), "texts": texts}
 
     @property
     def table(self) -> ReportTable:

@@ -38,12 +38,16 @@ BeforeAfter = tuple[Scores, Scores]
 DIALOGUES = "dialogues, nats per token"
 NUM_EXAMPLES = 5
 """Number of the most frequent pairs of tokens in the notes."""
+MAX_TEXTS = 8
+"""Number of episodes whose sampled tokens are stored, those with the most forks first."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenViews:
-    """A model's most probable tokens, log-probabilities of the sampled ones and entropies in nats, each `[A]`."""
+    """Sampled tokens, and a model's most probable tokens, log-probabilities of the sampled ones and entropies in nats,
+    each `[A]`."""
 
+    sampled: Tensor
     top: Tensor
     logprobs: Tensor
     entropy: Tensor
@@ -53,7 +57,7 @@ def token_views(logits: Tensor, sampled: Tensor) -> TokenViews:
     """Return the view with `logits` `[A, V]` of the tokens `sampled` `[A]`."""
     table = torch.log_softmax(logits.float(), -1)
     entropy = -(table.exp() * table.masked_fill(table == -torch.inf, 0.0)).sum(-1)
-    return TokenViews(table.argmax(-1), table.gather(1, sampled[:, None])[:, 0], entropy)
+    return TokenViews(sampled, table.argmax(-1), table.gather(1, sampled[:, None])[:, 0], entropy)
 
 
 @torch.no_grad()
@@ -66,7 +70,7 @@ def teacher_forced(model: PreTrainedModel, segments: Sequence[Segment]) -> Token
     model.eval()
     found = token_views(model(input_ids=tokens).logits[0, at - 1], tokens[0, at])
     model.train(was_training)
-    return TokenViews(found.top.cpu(), found.logprobs.cpu(), found.entropy.cpu())
+    return TokenViews(found.sampled.cpu(), found.top.cpu(), found.logprobs.cpu(), found.entropy.cpu())
 
 
 def forks_report(
@@ -92,7 +96,25 @@ def forks_report(
     total = math.fsum(elsewhere.values())
     if forked and total:
         notes.append(f"The entropy of the base model at forks is {math.fsum(at.values()) / total:.1f} times higher.")
-    return ProbeReport("forks", "Tokens at which the two models differ", rows, (*notes, *_examples(views, tokenizer)))
+    most = sorted(masks, key=lambda task: int(masks[task].sum()), reverse=True)[:MAX_TEXTS]
+    texts = [(task, _spans(*pairs[task], tokenizer)) for task in most if masks[task].any()]
+    notes += _examples(views, tokenizer)
+    return ProbeReport("forks", "Tokens at which the two models differ", rows, notes, texts=texts)
+
+
+def _spans(base: TokenViews, trained: TokenViews, tokenizer: Tokenizer) -> list[tuple[str, str]]:
+    """Return the sampled text in spans; a span with a note is a fork, and the note has both most probable tokens."""
+    spans: list[tuple[str, str]] = []
+    pending: list[int] = []
+    for token, *tops in zip(base.sampled.tolist(), base.top.tolist(), trained.top.tolist(), strict=True):
+        if tops[0] == tops[1]:
+            pending.append(token)
+            continue
+        before, after = (repr(decode_exactly(tokenizer, [top])) for top in tops)
+        spans += [(decode_exactly(tokenizer, pending), "")] if pending else []
+        spans.append((decode_exactly(tokenizer, [token]), f"before {before}, after {after}"))
+        pending = []
+    return [*spans, (decode_exactly(tokenizer, pending), "")] if pending else spans
 
 
 def _examples(views: Sequence[tuple[TokenViews, TokenViews]], tokenizer: Tokenizer) -> list[str]:

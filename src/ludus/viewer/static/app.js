@@ -184,7 +184,8 @@ function Probes() {
   return data.map((one) => html`<h2>${one.title}</h2><p class="dim">${one.name}</p>
     <div class="scroll"><table><thead><tr>${Object.keys(one.rows[0] || {}).map((name) => html`<th>${name}</th>`)}</tr></thead>
     <tbody>${one.rows.map((row) => html`<tr>${Object.entries(row).map(([name, text]) => html`<td>${cell(name, text)}</td>`)}</tr>`)}</tbody></table></div>
-    ${one.note.split("\n\n").map((note) => html`<p>${note}</p>`)}`);
+    ${one.note.split("\n\n").map((note) => html`<p>${note}</p>`)}
+    ${one.texts.map((text) => html`<p class="dim">${cell("task", text.name)}</p><div class="tokens"><div class="segment">${text.spans.map(([part, note]) => note ? html`<mark title=${note}>${part}</mark>` : part)}</div></div>`)}`);
 }
 
 const random = () => load("/api/unlabelled").then((found) => go(found.id === null ? "/labels" : `/rollout/${found.id}`, found.id === null ? "" : "blind=1"), () => go("/labels"));
