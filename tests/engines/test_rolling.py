@@ -558,6 +558,7 @@ SLOW = """
 import asyncio
 import tiny_world
 from dataclasses import dataclass
+from ludus.envs.tool_world import ToolWorld
 from tests.engines.test_rolling import ORDER
 
 @dataclass
@@ -569,17 +570,13 @@ class SlowEngine:
         await ORDER.step()
         return await self.inner.step(action)
 
-@dataclass
-class World:
-    inner: object
-    def __getattr__(self, name):
-        return getattr(self.inner, name)
+class SlowWorld(ToolWorld):
     def environment(self, task):
-        found = self.inner.environment(task)
+        found = super().environment(task)
         return SlowEngine(found) if task.id.startswith("train:") else found
 
 def make_world(settings, limits):
-    return World(tiny_world.make_world(settings, limits))
+    return SlowWorld(**vars(tiny_world.make_world(settings, limits)))
 """
 
 
