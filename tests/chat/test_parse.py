@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from chat_families import GEMMA4, GPT_OSS, KIMI, QWEN3
 from ludus.chat.parse import PARSERS, detect
-from ludus.chat.parse_json import MAX_DEPTH
+from ludus.chat.parse_json import MAX_DEPTH, MalformedCall, decode_prefix
 
 STABLE = settings(derandomize=True, database=None, deadline=None)
 
@@ -618,3 +618,8 @@ def test_no_parser_raises_on_mutated_outputs(case):
         if not text.strip():
             assert action.message == {"role": "assistant", "content": ""}
             assert not action.errors
+
+
+def test_an_error_counts_characters_from_the_begin_of_the_json():
+    with pytest.raises(MalformedCall, match="broken at character 5, '1}'"):
+        decode_prefix('text {"a" 1}', 5)

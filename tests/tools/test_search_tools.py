@@ -11,6 +11,7 @@ from transformers import BertConfig, BertModel
 
 from ludus.envs.tool_env import ToolExecutor, ToolLimits
 from ludus.errors import ConfigError, UserError
+from ludus.tools.base import Traits
 from ludus.tools.fetch import fetch_tool, load_corpus, split_pages, text_of_html
 from ludus.tools.search import (
     MAX_PASSAGES,
@@ -226,8 +227,12 @@ def test_unknown_address_suggests_similar_ones():
 
 
 def test_equivalent_addresses_in_a_corpus_are_rejected():
-    with pytest.raises(UserError, match="are equivalent"):
+    with pytest.raises(UserError, match=r"are equivalent: http://a\.org and https://a\.org/"):
         fetch_tool({"http://a.org": "x", "https://a.org/": "y"})
+
+
+def test_a_page_may_be_fetched_again_after_a_fault():
+    assert fetch_tool(CORPUS).traits == Traits(latency="instant", idempotent=True)
 
 
 def test_corpus_is_loaded_from_a_folder_or_jsonl_file(tmp_path):

@@ -29,6 +29,11 @@ def test_best_of_n_equals_the_mean_over_all_subsets(size):
     assert best_of(FIVE, size) == pytest.approx(expected)
 
 
+def test_an_attempt_without_a_score_ranks_as_one_with_score_zero():
+    assert best_of(attempts((1, "a", 1, None), (0, "b", 1, 0.5)), 2) == 0
+    assert best_of(attempts((1, "a", 1, None), (0, "b", 1, -0.5)), 2) == 1
+
+
 def test_majority_vote_matches_hand_computed_values():
     assert vote(FIVE) == 1  # a: 2, b: 1, c: 1
     assert vote(FIVE[:2]) == 0.5  # a tie
