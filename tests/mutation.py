@@ -64,13 +64,17 @@ class Mutation:
 
 
 def mutations(path: Path) -> Iterator[Mutation]:
-    """Yield the mutations of the functions of a file, except in annotations and docstrings."""
+    """Yield the mutations of the functions of a file, except in annotations, docstrings and `zip(strict=True)`."""
     text = path.read_text("utf-8")
-    for function in ast.walk(ast.parse(text)):
+    tree = ast.parse(text)
+    keywords = (node for node in ast.walk(tree) if isinstance(node, ast.keyword))
+    strict = {keyword.value for keyword in keywords if keyword.arg == "strict"}
+    for function in ast.walk(tree):
         if isinstance(function, ast.FunctionDef | ast.AsyncFunctionDef):
             for statement in function.body:
                 for node in ast.walk(statement):
-                    if (new := changed(node)) is not None and node.lineno == node.end_lineno:
+                    new = None if node in strict else changed(node)
+                    if new is not None and node.lineno == node.end_lineno:
                         old = ast.get_source_segment(text, node) or ""
                         at = (node.lineno, node.col_offset, node.end_col_offset or 0)
                         yield Mutation(path.relative_to(ROOT).as_posix(), *at, old, new)
