@@ -620,6 +620,6 @@ def test_no_parser_raises_on_mutated_outputs(case):
             assert not action.errors
 
 
-def test_an_error_counts_characters_from_the_begin_of_the_json():
+def test_an_error_counts_characters_from_the_start_of_the_json():
     with pytest.raises(MalformedCall, match="broken at character 5, '1}'"):
         decode_prefix('text {"a" 1}', 5)
