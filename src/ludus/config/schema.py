@@ -67,7 +67,7 @@ class AlarmsConfig(Section):
     cooldown_steps: int = Field(10, ge=1)
     """Minimum steps between two changes by the same action; an alarm that is still raised then acts again."""
     webhook: str | None = None
-    """URL that receives each new alarm as a JSON object by POST. None is off."""
+    """URL that receives each new alarm as a JSON object by POST; if unset, none is sent."""
 
 
 class DiagnosticsConfig(Section):
@@ -99,7 +99,7 @@ class RunConfig(Section):
     """The run folder and the machine."""
 
     dir: str | None = None
-    """The run folder; None creates `runs/NAME-N`."""
+    """The run folder; if unset, a new `runs/NAME-N`."""
     seed: int = Field(0, ge=0)
     """Seed of all random numbers."""
     threads: int = Field(0, ge=0)

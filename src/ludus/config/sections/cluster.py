@@ -15,9 +15,9 @@ class ClusterConfig(Section):
     kind: Literal["none", "local", "ray"] = "none"
     """`none`: sample in this process. `local`: in processes here. `ray`: in Ray actors (needs the `cluster` extra)."""
     address: str | None = None
-    """Address of the Ray cluster: host:port, or `auto` for this machine's. None starts one here for the run."""
+    """Address of the Ray cluster: host:port, or `auto` for this machine's; if unset, the run starts one here."""
     engines: int = Field(1, ge=1)
-    """Embedded engines, each behind an HTTP server on its machine. None are started with engine.url."""
+    """Embedded engines, each behind an HTTP server on its machine. With engine.url none is started."""
     workers: int = Field(1, ge=1)
     """Rollout workers: they run the environments and episodes, and score them unless there are reward workers."""
     episodes_per_worker: int = Field(16, ge=1)

@@ -54,7 +54,7 @@ class ModelConfig(Section):
     """The policy."""
 
     path: str | None = None
-    """A checkpoint folder or model name. None is the recipe's cold start, which the package contains."""
+    """A checkpoint folder or model name; if unset, the cold start of the recipe, which ships with the package."""
     from_scratch: bool = False
     """Create tokenizer and model and run the cold start first, instead of loading a checkpoint."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
@@ -62,7 +62,7 @@ class ModelConfig(Section):
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of model and engine; `auto` is the GPU if there is one."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters of this shape; none trains all weights."""
+    """Train low-rank adapters of this shape; if unset, all weights are trained."""
     master_weights: bool = True
     """With bfloat16 weights, let the optimizer update a float32 copy; otherwise small updates are lost to rounding."""
     activation_checkpointing: bool = False

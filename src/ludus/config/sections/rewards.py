@@ -41,20 +41,20 @@ class PartConfig(Section):
     """A shaping reward, enabled by its name. Each part validates which options it needs."""
 
     source: str | None = None
-    """A custom part, `path/to/file.py:name` (docs/extend/plugins.md); none is the part of that name: a built-in one, or
-    an installed entry point."""
+    """A custom part, `path/to/file.py:name` (docs/extend/plugins.md); if unset, the built-in part of that name, or an
+    installed entry point."""
     weight: float = 0.05
     """Weight in the sum; penalties are negative themselves and need a positive weight."""
     free: int | None = None
-    """extra_calls, extra_turns, long_answer, required: calls, turns or words without a penalty; none is for others."""
+    """extra_calls, extra_turns, long_answer, required: calls, turns or words without a penalty. Unset for others."""
     limit: int | None = None
-    """The same parts, required: number from which the penalty is 1; none is for other parts."""
+    """The same parts, required: number from which the penalty is 1. Unset for other parts."""
     cap: int | None = None
-    """repeated_calls and invalid_calls: the number of such calls with a penalty of 1; none is 4."""
+    """repeated_calls and invalid_calls: the number of such calls with a penalty of 1; if unset, 4."""
     script: str | None = None
-    """language_consistency: LATIN, CYRILLIC, CJK, ...; none is LATIN."""
+    """language_consistency: LATIN, CYRILLIC, CJK, ...; if unset, LATIN."""
     tool: str | None = None
-    """same_state: the tool (or environment) whose last output is the state; none is the answer."""
+    """same_state: the tool (or environment) whose last output is the state; if unset, the answer is the state."""
 
     options: dict[str, bool | int | float | str] = Field({})
     """The options of a custom part."""
@@ -68,7 +68,7 @@ class RewardsConfig(Section):
     """Aggregation of reward parts into one training reward. Evaluations ignore this section."""
 
     preset: Literal["toolrl", "search_r1", "retool", "r1", "composite"] | None = None
-    """Parts and weights of a published system (`r1`, `composite`: the world's outcome); none keeps the world's."""
+    """Parts and weights of a published system (`r1`, `composite`: the world's outcome); if unset, the world's."""
     extra: dict[str, PartConfig] = Field({})
     """Additional shaping rewards by name: a built-in one (docs/use/rewards.md), or any name with a `source`."""
     aggregation: Literal["weighted_sum", "gated", "pareto"] = "weighted_sum"
@@ -83,14 +83,14 @@ class RewardsConfig(Section):
     schedule: Literal["linear", "cosine"] = "linear"
     """Interpolation from `weights` to `weights_end`."""
     schedule_steps: int | None = Field(None, ge=1)
-    """Training steps of the schedule; none is the whole run."""
+    """Training steps of the schedule; if unset, the whole run."""
     caps: dict[str, float] = Field({})
     """Bound on the absolute value of a part before weighting, at most and by default 1. Outcomes are not bounded."""
     allow_outweigh: bool = False
     """Allow the other parts together to change a reward by as much as the outcome or more."""
     normalise_by: str | None = None
-    """A task tag: rewards are normalised per value of this tag by mean and variance before groups are compared. None
-    disables this. In a mixture, `world` is such a tag."""
+    """A task tag: rewards are normalised per value of this tag by mean and variance before groups are compared; if
+    unset, they are not. In a mixture, `world` is such a tag."""
     normalise_over: Literal["run", "batch"] = "run"
     """normalise_by: statistics of all rewards so far, or of the whole batch of a step including resampling rounds."""
     length: LengthConfig = LengthConfig()
@@ -101,9 +101,9 @@ class RewardsConfig(Section):
     """Weight of the world's turn verifier: the turn that first reaches a milestone earns the weight divided by the
     number of milestones. 0 disables it."""
     model: str | list[str] | None = None
-    """A run folder of `ludus reward-model`, or one of its checkpoints: `sigmoid(score)` becomes the part reward_model;
-    none adds no part. A list is an ensemble of models of one kind; the part is their mean minus `model_std_coef` times
-    their standard deviation."""
+    """A run folder of `ludus reward-model`, or one of its checkpoints: `sigmoid(score)` becomes the part reward_model.
+    A list is an ensemble of models of one kind; the part is their mean minus `model_std_coef` times their standard
+    deviation. If unset, there is no such part."""
     model_std_coef: float = Field(0.0, ge=0)
     """Ensembles: penalty on the disagreement of the models."""
     model_weight: float = Field(0.2, ge=0)
@@ -149,9 +149,9 @@ class RewardModelConfig(EpochsSection):
     """`pairwise`: the better of two attempts scores higher. `pointwise`: probability of success. `process`: a value for
     every turn."""
     run: str | None = None
-    """A run folder whose rollouts are the training data; none uses `data`."""
+    """A run folder whose rollouts are the training data; if unset, `data` is used."""
     data: str | None = None
-    """A data file (docs/use/data.md): pairs for `pairwise`, otherwise rollouts; none uses `run`."""
+    """A data file (docs/use/data.md): pairs for `pairwise`, otherwise rollouts; if unset, `run` is used."""
     min_reward_gap: float = Field(0.0, ge=0)
     """pairwise: smallest reward difference of a group's best and worst that makes a pair; equal rewards never do."""
     discount: float = Field(1.0, gt=0, le=1)

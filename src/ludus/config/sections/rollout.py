@@ -21,28 +21,28 @@ _NAME = re.compile(r"[A-Za-z0-9_-]+")
 
 
 class MemberConfig(Section):
-    """Settings of one world of a mixture; a limit of None is that of `rollout`."""
+    """Settings of one world of a mixture; an unset limit defaults to that of `rollout`."""
 
     world: str | None = None
-    """A registered world or the path of a .py file; none uses the name of the table."""
+    """A registered world or the path of a .py file; if unset, the name of the table."""
     weight: float = Field(1.0, gt=0)
     """Sampling weight: the fraction of the tasks of each step is this weight divided by the sum of all weights."""
     weight_end: float | None = Field(None, ge=0)
-    """The weight after the last step, approached linearly; none keeps `weight`."""
+    """The weight after the last step, approached linearly; if unset, the weight is constant."""
     settings: dict[str, object] = Field({})
     """The world's own settings, validated by the world."""
     max_turns: int | None = Field(None, ge=1)
-    """Assistant turns per episode; none uses rollout.max_turns."""
+    """Assistant turns per episode; if unset, rollout.max_turns."""
     max_tokens_per_turn: int | None = Field(None, ge=1)
-    """Tokens per action; none uses rollout.max_tokens_per_turn."""
+    """Tokens per action; if unset, rollout.max_tokens_per_turn."""
     max_seq_len: int | None = Field(None, ge=16)
-    """Tokens of a trajectory, prompt and observations included; none uses rollout.max_seq_len."""
+    """Tokens of a trajectory, prompt and observations included; if unset, rollout.max_seq_len."""
     max_tool_errors: int | None = Field(None, ge=1)
-    """Consecutive tool errors or malformed calls that end an episode; none uses rollout.max_tool_errors."""
+    """Consecutive tool errors or malformed calls that end an episode; if unset, rollout.max_tool_errors."""
     max_tool_output: int | None = Field(None, ge=16)
-    """Characters of a tool output that the model sees; none uses rollout.max_tool_output."""
+    """Characters of a tool output that the model sees; if unset, rollout.max_tool_output."""
     tool_timeout_s: float | None = Field(None, gt=0)
-    """Timeout of a tool call, seconds; none uses rollout.tool_timeout_s."""
+    """Timeout of a tool call, seconds; if unset, rollout.tool_timeout_s."""
 
 
 def check_budgets(rollout: Section, mixture: Mapping[str, MemberConfig]) -> None:
@@ -184,7 +184,7 @@ class RolloutConfig(SamplingSection):
     reward_processes: int = Field(1, ge=0)
     """Processes that compute rewards, each for one episode at a time. 0 uses a thread of this process."""
     episode_timeout_s: float | None = Field(None, gt=0)
-    """Wall-clock limit of an episode; None is unlimited. If it fires, the run is flagged as not reproducible."""
+    """Wall-clock limit of an episode; if unset, there is none. If it fires, the run is flagged as not reproducible."""
     concurrency: int = Field(128, ge=1)
     """Concurrent episodes."""
     retries: int = Field(2, ge=0)
@@ -203,28 +203,28 @@ class EngineConfig(Section):
     """The engine that samples: in this process, or a server over HTTP."""
 
     plugin: str | None = None
-    """A custom engine, `path/to/file.py:name` (docs/extend/plugins.md). None is the embedded one or that at `url`."""
+    """A custom engine, `path/to/file.py:name` (docs/extend/plugins.md); if unset, the embedded engine or `url`."""
     url: str | None = None
-    """Address of an inference server; several replicas are separated by commas. None samples in this process."""
+    """Address of an inference server; several replicas are separated by commas. If unset, this process samples."""
     api: Literal["vllm", "sglang"] = "vllm"
     """API of the server; `ludus serve` has vLLM's."""
     timeout_s: float = Field(600.0, gt=0)
     """Timeout of one action, and of one weight transfer to one replica."""
     token_file: str | None = None
-    """A file with the control token of the servers, which `ludus serve --control` prints. None uses the token that a
-    server of the same user on this machine has published."""
+    """A file with the control token of the servers, which `ludus serve --control` prints. If unset, the token that a
+    server of the same user on this machine has published is used."""
     connect_timeout_s: float = Field(60.0, ge=0)
     """How long to retry an unreachable server."""
     weights_folder: str | None = None
-    """Folder for new weights, at the same path on the server. None is a temporary one, in shared memory if it fits."""
+    """Folder for new weights, at the same path on the server; if unset, a temporary one (shared memory if it fits)."""
     broadcast_host: str | None = None
     """An address of this machine that the servers can reach: weights are sent over a gloo process group instead of
-    files, to `ludus serve` and to vLLM with the worker extension (docs/use/server.md). None writes files."""
+    files, to `ludus serve` and to vLLM with the worker extension (docs/use/server.md). If unset, files are written."""
     sleep: bool = False
     """Free the KV cache of the embedded engine while the learner trains, if both share one device."""
     kv_cache_tokens: int | None = Field(None, ge=1)
     """Tokens in the KV cache of an embedded engine, running requests included; one request of maximum length always
-    fits. None has room for all episodes: rollout.concurrency * (rollout.max_seq_len + 16)."""
+    fits. If unset, it fits all episodes: rollout.concurrency * (rollout.max_seq_len + 16)."""
     max_requests: int = Field(0, ge=0)
     """Running and waiting requests of an embedded engine; more are rejected and retried later. 0 is unlimited."""
     weight_delta: bool = False
@@ -269,7 +269,7 @@ class SandboxConfig(Section):
     url: str = ""
     """remote: address of `ludus sandbox serve`; sandbox_fusion and piston: address of the service."""
     token_file: str | None = None
-    """A file with the server's token, so that the token is not stored in the run folder; none sends no token."""
+    """A file with the server's token, so that the token is not stored in the run folder; if unset, no token is sent."""
     unsafe: bool = False
     """process, required: confirm that programs may do everything that your user may."""
 

@@ -79,4 +79,4 @@ class EpochsSection(SupervisedSection):
     epochs: int = Field(1, ge=1)
     """Passes over all examples, unless `steps` is set."""
     steps: int | None = Field(None, ge=1)
-    """Optimizer steps; none follows from `epochs`."""
+    """Optimizer steps; if unset, determined by `epochs`."""

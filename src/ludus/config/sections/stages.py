@@ -14,15 +14,15 @@ class SftSource(Section):
     """A source of dialogues for fine-tuning: a file or a world. With neither, the run's own world."""
 
     data: str | None = None
-    """A file, folder or Hugging Face dataset of dialogues or texts; none uses a world."""
+    """A file, folder or Hugging Face dataset of dialogues or texts; if unset, those of a world."""
     world: str | None = None
-    """A registered world or .py file, whose demonstrations are used; none is the run's own, unless `data` is set."""
+    """A registered world or .py file, whose demonstrations are used; if unset, the run's own, unless `data` is set."""
     settings: dict[str, object] = Field({})
     """The settings of `world`, validated by the world."""
     weight: float = Field(1.0, gt=0)
     """The fraction of dialogues from this source is its weight divided by the sum of all weights."""
     data_class: DataClass | None = None
-    """The class of its dialogues, unless they name one; none derives it from their messages."""
+    """The class of its dialogues, unless they name one; if unset, it is derived from their messages."""
 
     @model_validator(mode="after")
     def _is_one(self) -> Self:
@@ -53,7 +53,7 @@ class SftConfig(SupervisedSection):
     checkpoint_every: int = Field(250, ge=1)
     """Steps between checkpoints."""
     data: str | None = None
-    """A file, folder or Hugging Face dataset of dialogues or texts; None uses the world's demonstrations."""
+    """A file, folder or Hugging Face dataset of dialogues or texts; if unset, the world's demonstrations."""
     sources: dict[str, SftSource] = Field({})
     """Several files and worlds that each step draws from, by a name of your choice."""
     classes: dict[DataClass, Annotated[float, Field(ge=0)]] = Field({})
@@ -96,24 +96,24 @@ class PreferenceConfig(EpochsSection):
     loss: PreferenceLoss = "dpo"
     """Loss of a pair; `simpo` needs no reference model."""
     beta: float | None = Field(None, gt=0)
-    """Strength of regularisation to the reference, for simpo scale of the margin. None is 0.1, for simpo 2."""
+    """Strength of regularisation to the reference; for simpo the scale of the margin. If unset, 0.1, for simpo 2."""
     gamma: float | None = Field(None, ge=0)
-    """simpo: the target margin; none is 1."""
+    """simpo: the target margin; if unset, 1."""
     label_smoothing: float = Field(0.0, ge=0, lt=0.5)
     """dpo, robust (above 0), simpo, exo (0 means 0.001): assumed fraction of mislabelled pairs."""
     tau: float | None = Field(None, gt=0)
-    """discopop: the margin at which its two terms are blended; none is 0.05."""
+    """discopop: the margin at which its two terms are blended; if unset, 0.05."""
     undesirable_weight: float = Field(1.0, gt=0)
     """kto: weight of rejected trajectories and dialogues labelled false, relative to 1 for the others."""
     min_reward_gap: float = Field(0.0, ge=0)
     """Smallest difference between the best and worst reward of a group that makes a pair; equal rewards never do."""
     run: str | None = None
-    """A run folder whose rollouts form the pairs. None uses `data`, or samples from the model itself."""
+    """A run folder whose rollouts form the pairs. If unset, `data` is used, or attempts of the model itself."""
     pairs: Literal["groups", "steps"] = "groups"
     """Pairs of a run: the best against the worst attempt of each group, or at each step of a group's tree the best
     against the worst action, by the mean reward of its continuations."""
     data: str | None = None
-    """A file of pairs, for kto and bco also of labelled dialogues (docs/use/data.md); none uses no file."""
+    """A file of pairs, for kto and bco also of labelled dialogues (docs/use/data.md); unset with `run`."""
     tasks: int = Field(64, ge=1)
     """Without `run` and `data`: training tasks that the model attempts, or all if there are fewer."""
     samples: int = Field(8, ge=2)
@@ -148,7 +148,7 @@ class RftConfig(OptimizerSection):
     samples: int = Field(8, ge=1)
     """Attempts per task, at rollout.temperature."""
     max_per_task: int | None = Field(None, ge=1)
-    """Maximum attempts at a task that a round trains on, the first ones; None is unlimited."""
+    """Maximum attempts at a task that a round trains on, the first ones; if unset, all."""
     epochs: int = Field(1, ge=1)
     """Passes over the successes of a round."""
     batch_size: int = Field(16, ge=1)

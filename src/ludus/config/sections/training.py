@@ -50,7 +50,7 @@ class TrainingConfig(OptimizerSection):
     epochs: int = Field(1, ge=1)
     """Passes over one batch of rollouts."""
     minibatches: int | None = Field(None, ge=1)
-    """Optimizer steps per pass; none is the preset's, which `ludus algorithms NAME` shows."""
+    """Optimizer steps per pass; if unset, the preset's, which `ludus algorithms NAME` shows."""
     microbatch_tokens: int = Field(4096, ge=1)
     """Padded tokens per forward pass; the gradient does not depend on it."""
     mask_observations: bool = True
@@ -65,8 +65,8 @@ class TrainingConfig(OptimizerSection):
     keep_checkpoints: int = Field(2, ge=1)
     """Number of checkpoints to keep."""
     sync_tolerance: float | None = Field(None, gt=0)
-    """Largest difference of probe log-probabilities between learner and engine after a weight update, in nats. None is
-    0.001, and 0.5 with bfloat16 weights, whose rounding alone differs by up to 0.3."""
+    """Largest difference of probe log-probabilities between learner and engine after a weight update, in nats. If
+    unset, 0.001, and 0.5 with bfloat16 weights, whose rounding alone differs by up to 0.3."""
     sync_timeout_s: float = Field(300.0, gt=0)
     """Timeout of a weight update including the probe, seconds; then the run stops."""
     learner: LearnerConfig = LearnerConfig()
