@@ -134,9 +134,9 @@ def test_success_requires_the_full_value_of_every_outcome():
 @pytest.mark.parametrize(
     ("parts", "words"),
     [
-        ([], "No reward marks the outcome"),
-        ([part("short", weight=0.1)], "No reward marks the outcome"),
-        ([part("right", weight=0.0, outcome=True)], "No reward marks the outcome"),
+        ([], "need an outcome with a weight above 0"),
+        ([part("short", weight=0.1)], "need an outcome with a weight above 0"),
+        ([part("right", weight=0.0, outcome=True)], "need an outcome with a weight above 0"),
         ([part("right", outcome=True), part("safe", weight=-0.5, outcome=True)], "No reward marks"),
         ([part("right", outcome=True), part("right", weight=0.1)], "share a name"),
         ([part("right", outcome=True), part("odd", weight=math.nan)], "'odd' is not a finite"),

@@ -164,7 +164,8 @@ class AgentWorld(World):
             tasks = {"train": [one for i, one in enumerate(tasks) if i % 5 != 4], "test": held_out}
         splits = {"validation": tasks.get("test", ()), **tasks}
         if empty := [name for name in ("train", "validation") if not splits.get(name)]:
-            raise UserError(f"The agent has no tasks of the split {empty[0]!r}.", "Pass at least five tasks.")
+            hint = "Pass a list of at least five tasks, or tasks for this split."
+            raise UserError(f"The agent has no tasks of the split {empty[0]!r}.", hint)
         lists: dict[str, list[Task]] = {split: [] for split in splits}
         for split, found in splits.items():
             for i, one in enumerate(found):

@@ -45,10 +45,11 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
     if len(set(names)) < len(names):
         raise ConfigError(f"Two rewards share a name: {names}.", "Give each part a unique name.")
     if odd := [part.name for part in rewards if not math.isfinite(part.weight)]:
-        raise ConfigError(f"The weight of {odd[0]!r} is not a finite number.", "Give it a plain number.")
+        raise ConfigError(f"The weight of {odd[0]!r} is not a finite number.", "Set a finite weight.")
     outcomes = [part.weight for part in rewards if part.outcome]
     if min(outcomes, default=0.0) < 0 or sum(outcomes) <= 0:
-        raise ConfigError("No reward marks the outcome.", "Set outcome=True and a weight above 0 on one.")
+        text = "The rewards need an outcome with a weight above 0, and no outcome with a negative weight."
+        raise ConfigError(text, "Set outcome=True and a weight above 0 on one of them.")
     least = min(weight for weight in outcomes if weight > 0)
     shaping = sum(abs(part.weight) for part in rewards if not part.outcome)
     if 2 * shaping >= least:

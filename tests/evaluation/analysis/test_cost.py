@@ -90,7 +90,7 @@ def test_prices_are_read_by_the_name_of_the_model(tmp_path):
     path = tmp_path / "prices.toml"
     path.write_text('["a/b"]\ninput = 2\noutput = 8.5\n\n[half]\ninput = 1\n')
     assert read_price(path, "a/b") == TokenPrice(2.0, 8.5)
-    for model, expected in (("c", "no price of 'c'"), ("half", "is not a table")):
+    for model, expected in (("c", "no price of 'c'"), ("half", "is not a table with exactly")):
         with pytest.raises(UserError, match=expected):
             read_price(path, model)
     path.write_text("no toml")

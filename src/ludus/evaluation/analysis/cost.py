@@ -103,7 +103,8 @@ def read_price(path: Path, model: str) -> TokenPrice:
         raise UserError(f"{path} has no price of {model!r}.", f"It has prices of {', '.join(table) or 'no model'}.")
     row = table[model]
     if not isinstance(row, dict) or row.keys() != {"input", "output"}:
-        raise UserError(f"The price of {model!r} in {path} is not a table.", "It needs the keys input and output.")
+        text = f"The price of {model!r} in {path} is not a table with exactly the keys input and output."
+        raise UserError(text, "Set both, as money per million tokens.")
     return checked_price(row["input"], row["output"])
 
 

@@ -205,7 +205,7 @@ class LogprobScorer:
             raise LearnerError(
                 f"Full distributions of {type(self.model).__name__} are unavailable: its hidden states "
                 "cannot be read, or its weights are sharded.",
-                "Use algorithm.kl = k3, the loss distill, or training.learner.shard = false.",
+                "Set algorithm.kl to k3, algorithm.loss to distill, or training.learner.shard to false.",
             )
         return self._lm_head
 
