@@ -342,7 +342,7 @@ class Trajectory:
     their weighted sum. `turn_rewards` and `anchors` have one entry per turn, or one per action in a tree; an
     anchor is a hash of the environment state before the action. `leaf_rewards` holds the rewards of a tree's
     `rows` if they differ. In a tree sampled as one, `leaves` has one entry per row; `messages`, `stop_reason`
-    and `outcomes` are those of the first row, `rewards` and `reward` are means. `turn_progress` is the
+    and `outcomes` belong to the first row, `rewards` and `reward` are means over the rows. `turn_progress` is the
     fraction of the solution that each turn newly completed, if the world has a turn verifier.
     """
 

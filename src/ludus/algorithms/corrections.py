@@ -100,8 +100,8 @@ def decoupled(*, old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Tensor, 
     """Return `min(exp(old - behavior), cap)`, [N, L]: with `ppo_clip` around `old`, the decoupled PPO objective.
 
     AReaL (arXiv:2505.24298): the clip is around the proximal policy, the weight is its ratio to the
-    behaviour policy. The values are those of `tis` with a wider cap (AReaL's `behav_imp_weight_cap`,
-    5; its code drops tokens beyond it).
+    behaviour policy. The function is `tis` with a wider cap (AReaL's `behav_imp_weight_cap`, 5;
+    its code drops tokens beyond it).
     """
     return tis(old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs, mask=mask, cap=cap)
 
@@ -298,10 +298,10 @@ def mismatch(
     ratios: Tensor | None = None,
     weights: Tensor | None = None,
 ) -> Mismatch:
-    """Return the difference of learner and engine on the action tokens, and the effect of a correction.
+    """Return the log-probability difference of learner and engine on action tokens, and the effect of a correction.
 
-    `ratios` and `weights` [N, L] are those of the correction before and after its limits. None: token
-    ratios, and no limits.
+    `ratios` and `weights` [N, L] are the importance ratios before and after the limits of the correction. If None,
+    `ratios` are those of single tokens, and `weights` equal `ratios`. Raises ValueError for wrong shapes.
     """
     check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
     if ratios is None:
@@ -321,8 +321,8 @@ def mismatch_by_length(
 ) -> MismatchByLength:
     """Return `mismatch` by token position in the sequence, prompt and observations included.
 
-    `positions` [N, L] integers from 0 (required for packed batches); None: the column. Masked positions are
-    ignored. `bounds` must ascend. Raises ValueError otherwise and for wrong shapes.
+    `positions` [N, L] integers from 0 (required for packed batches; if None, the column index). Masked positions
+    are ignored. `bounds` must ascend. Raises ValueError otherwise and for wrong shapes.
     """
     ends = tuple(bounds)
     if any(low >= high for low, high in pairwise(ends)):

@@ -109,11 +109,11 @@ AGGREGATIONS: dict[str, Callable[[Tensor, Tensor, Normalizer], Tensor]] = {
 class Statistics(SummedFields):
     """Sums of one microbatch; `+` joins microbatches. `clip.tokens` is the number of action tokens.
 
-    `loss` and its part `policy_loss` are normalised already (their sums are those of the whole batch); `by_length` is
-    `mismatch` by token position, `spread` how gradient and mismatch are spread over tokens; `kl_sum` and `entropy_sum`
-    are plain sums over action tokens, None if the batch has no reference or entropy; `teacher_sum` is that of
-    `logprobs - teacher`, `chosen_sum` counts the tokens selected by a covariance loss. `terms` are the auxiliary
-    losses, with their coefficients and normalised already.
+    `loss` and its part `policy_loss` are divided by the size of the whole batch already. `by_length` is `mismatch` by
+    token position, `spread` the distribution of gradient and mismatch over tokens. `kl_sum` and `entropy_sum` are sums
+    over action tokens, None if the batch has no reference or entropy; `teacher_sum` is the sum of `logprobs - teacher`.
+    `chosen_sum` counts the tokens selected by a covariance loss. `terms` are the auxiliary losses, times their
+    coefficients and divided by the size of the whole batch.
     """
 
     loss: float

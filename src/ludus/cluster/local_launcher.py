@@ -156,7 +156,7 @@ class LocalLauncher:
 
 
 def run_worker(descriptor: str) -> None:
-    """Run the worker at the other end of a socket until the parent exits."""
+    """Serve as a worker on the socket with file descriptor `descriptor` until the parent process exits."""
     os.set_inheritable(int(descriptor), False)
     sock = socket.socket(fileno=int(descriptor))
     stream = sock.makefile("rb")

@@ -184,7 +184,7 @@ def non_finite(history: History) -> str:
 
 @alarm
 def echo_trap(history: History, *, steps: int, first: int, fraction: float) -> str:
-    """The standard deviation in groups stays below a fraction of that of the first steps with successes."""
+    """Reward deviation within groups stays below a fraction of its mean in the first steps with successes."""
     base = [row[GROUP_STD] for row in history if row.get(SUCCESS, 0.0) > 0 and GROUP_STD in row][:first]
     values = last_values(history, GROUP_STD, steps)
     if len(base) < first or len(history) < steps + first or not values or max(values) >= fraction * fmean(base):
@@ -538,7 +538,7 @@ def mismatch(history: History, *, steps: int, limit: float) -> str:
 
 @alarm
 def mismatch_by_length(history: History, *, steps: int, factor: float, floor: float) -> str:
-    """The difference is larger in later positions."""
+    """The log-probability difference between learner and engine is larger at later positions."""
     buckets = [name for name in history[-1] if name.startswith(f"{LOGPROB_GAP}/")]
     if len(buckets) < 2 or history[-1].get(MEAN_AGE, 0.0) > 0:
         return ""

@@ -15,13 +15,13 @@ SUCCESS: Final = "success/mean"
 COLLAPSE: Final = "collapse/"
 """Prefix of the metrics of template collapse, which only the measured steps have."""
 _FIRST, _LAST = 40, 60
-"""Rows at the begin and at the end of a run that `MetricsHistory` keeps: more than any alarm compares."""
+"""Rows at the beginning and at the end of a run that `MetricsHistory` keeps: more than any alarm compares."""
 
 
 class MetricsHistory:
     """The metrics of a run that alarms need, in bounded memory.
 
-    `rows` are those of the first and the last steps, and of the steps between with an evaluation, a record of
+    Kept are the first and the last steps, and of those between each with an evaluation, a new maximum of
     `success/mean`, or one of the first successes or measurements of template collapse.
     """
 

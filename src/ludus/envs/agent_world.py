@@ -80,7 +80,7 @@ class AgentEnvironment(Environment):
         self.rewards = (Reward("reward", lambda task, trajectory: self._value, outcome=True),)
 
     async def start(self, task: Task) -> list[Message]:
-        """Run the function to its first call. Raises WorldError if it makes none."""
+        """Run the function until its first call of the policy. Raises WorldError if it returns without one."""
         self._task = task
         self._run = asyncio.create_task(self._call(task.truth))
         call = await self._next_call(self._run)
@@ -90,7 +90,7 @@ class AgentEnvironment(Environment):
         return self._new_messages(call)
 
     async def step(self, action: Action) -> StepResult:
-        """Return the messages that the function adds, or its end."""
+        """Resume the function with the policy's message; return the messages of its next call, or end the episode."""
         assert self._run is not None
         assert self._pending is not None
         self._history.append(action.message)

@@ -18,7 +18,7 @@ SHARES = (1.0, 0.1, 0.25, 0.2)
 
 
 def split_sizes(num_tasks: int, num_held_out: int | None) -> dict[str, int]:
-    """Return the number of tasks of each split; `num_held_out` is that of test and of composition, unless None."""
+    """Return the number of tasks of each split; `num_held_out`, unless None, sets it for test and for composition."""
     sizes = {split: max(round(num_tasks * share), 1) for split, share in zip(SPLITS, SHARES, strict=True)}
     return sizes if num_held_out is None else sizes | dict.fromkeys(SPLITS[2:], num_held_out)
 

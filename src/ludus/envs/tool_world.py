@@ -28,7 +28,7 @@ class Dialogue:
 
     @property
     def trains(self) -> tuple[bool, ...]:
-        """Whether each message is part of the loss."""
+        """For each message, whether it is part of the loss."""
         return tuple(m["role"] == "assistant" and m.get("train", True) for m in self.messages)
 
     def texts(self) -> Iterator[str]:

@@ -69,7 +69,8 @@ class SubsetResult:
 class EvaluationPlan:
     """The tasks of an evaluation, at most `num_tasks`, and their sampling; saved with the result.
 
-    `step` is that of the weights; `policy` names the model (empty: the run's). `conditions`: None if unknown.
+    `step` is the training step of the weights; `policy` names the model (empty: the run's). `conditions` are None if
+    unknown.
     """
 
     split: str

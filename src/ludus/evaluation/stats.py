@@ -286,9 +286,9 @@ def mcnemar(only_a: int, only_b: int) -> float:
 def detectable_difference(variance: float, n: int) -> float:
     """Return the minimum difference of two means that a two-sided test of `n` differences detects.
 
-    `(z[0.975] + z[0.8]) sqrt(variance / n)`, at most 1. `variance` is that of the difference at one task: `2 p (1 - p)`
-    for two runs with success rate `p` over different tasks, and the share of discordant tasks for two runs over the
-    same tasks. Raises ValueError for `n` below 1 or a negative variance.
+    `(z[0.975] + z[0.8]) sqrt(variance / n)`, at most 1. `variance` is the variance of the difference at one task:
+    `2 p (1 - p)` for two runs with success rate `p` over different tasks, and the share of discordant tasks for two
+    runs over the same tasks. Raises ValueError for `n` below 1 or a negative variance.
     """
     if n < 1 or variance < 0:
         raise ValueError(f"need n >= 1 and variance >= 0, got {n}, {variance}")

@@ -70,7 +70,8 @@ class GroupBatch:
 class GroupQueue:
     """Run groups of requests. `needed` members of a group suffice (0: all); the others are then cancelled.
 
-    `restored` groups of a checkpoint are sampled again if too stale. `next_number` is that of the next group.
+    `restored` groups of a checkpoint are sampled again if too stale. `next_number` is the number of
+    the next group.
     """
 
     admission: StalenessController

@@ -75,7 +75,7 @@ class LedgerCounts:
             raise AccountingError(f"a reason in {sorted(self.by_reason)} belongs to no outcome.")
 
     def plus(self, other: LedgerCounts) -> LedgerCounts:
-        """Return the sum of both, as counts of the whole run."""
+        """Return the sum of both counts, with `step` None."""
         reasons, counts, more = Counter(self.by_reason), asdict(self), asdict(other)
         reasons.update(other.by_reason)
         return LedgerCounts(

@@ -35,7 +35,7 @@ class GroupTicket:
 
 @dataclass
 class StalenessController:
-    """Admission of groups; `version` is that of the last step, and episodes start on `start_version` or newer."""
+    """Admission of groups. Weights have `version` after the last step; episodes start on `start_version` or newer."""
 
     schedule: StalenessSchedule
     version: int = 0

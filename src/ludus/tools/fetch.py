@@ -90,7 +90,7 @@ def json_lines(text: str) -> list[str]:
 
 
 def text_of_html(page: str) -> str:
-    """Extract the visible text of a page: no scripts, styles and tags; blocks become lines."""
+    """Return the visible text of a page, without scripts, styles and tags; each block element becomes a line."""
     page = re.sub(r"(?is)<!--.*?-->|<(script|style|head)\b.*?</\1\s*>", " ", page)
     page = re.sub(r"\s+", " ", page)
     page = re.sub(r"(?i)<(?:br|/?(?:p|div|li|ul|ol|tr|table|h[1-6]|section|article|pre))\b[^>]*>", "\n", page)

@@ -68,7 +68,7 @@ class RftTrainer(EvaluatedTrainer):
         return self.session.config.rft.rounds
 
     async def train(self, done: int) -> None:
-        """Run all rounds after `done`."""
+        """Run the rounds that follow round `done`."""
         for number in range(done + 1, self.num_steps + 1):
             await self.round(number)
 

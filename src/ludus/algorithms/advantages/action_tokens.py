@@ -62,7 +62,7 @@ def shift_left(values: Tensor, fill: float | bool) -> Tensor:
 
 
 def reverse_scan(terms: Tensor, decay: Tensor) -> Tensor:
-    """Return `y_t = terms_t + decay_t y_{t+1}`, a reverse scan; all [N, X]."""
+    """Return the reverse scan `y_t = terms_t + decay_t y_{t+1}`, with 0 after the last column; all [N, X]."""
     found = torch.empty_like(terms)
     running = terms.new_zeros(terms.shape[0])
     for t in range(terms.shape[1] - 1, -1, -1):

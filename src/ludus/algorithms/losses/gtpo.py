@@ -43,7 +43,7 @@ def conflict_weights(
 ) -> Tensor:
     """Return 0 on conflict tokens of negative trajectories, `amplify` on those of positive ones, else 1, [N, L].
 
-    The sign of a trajectory is that of its mean advantage; see `conflict_tokens`. 0 off the mask. `amplify` 2 as in the
+    A trajectory has the sign of its mean advantage; see `conflict_tokens`. 0 off the mask. `amplify` 2 as in the
     authors' code, which multiplies twice if prefix and suffix overlap.
     """
     check_shapes(mask, token_ids=token_ids, advantages=advantages)

@@ -1,8 +1,8 @@
 """Forward passes on a GPU: attention over pages in one kernel, and CUDA graphs.
 
-All sequences of a pass share one kernel launch per layer, whatever the mix of prompts and decoding tokens. A pass then
-is the same few hundred kernels each time, so its launches are recorded once per size and replayed: launching them from
-Python takes ten times as long as running them if the model is small.
+All sequences of a pass share one kernel launch per layer, whatever the mix of prompts and decoding tokens. A pass is
+therefore the same few hundred kernels each time, captured once per size as a CUDA graph and replayed: if the model is
+small, launching the kernels from Python takes ten times as long as running them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ludus.engines.embedded.attention import RaggedPass, ScoreRule
 from ludus.engines.embedded.kv_cache import PAGE, PagePool
 
 GRAPH_TOKENS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
-"""Sizes of recorded passes; a pass is padded to the next one, and not recorded above the last."""
+"""Numbers of tokens of captured passes. A pass is padded to the next one; a pass above the last is not captured."""
 _ROWS = 4
 """Rows of the inputs of a pass: token ids, slots, positions, and tokens whose logits are needed."""
 
@@ -77,7 +77,7 @@ def _has_triton() -> bool:
 def gathered_attention(
     query: Tensor, memory: tuple[Tensor, Tensor], where: tuple[Tensor, Tensor, Tensor], scores: ScoreRule
 ) -> Tensor:
-    """Attend as `paged_kernels.attention` by torch, over a copy of each token's pages."""
+    """Compute `paged_kernels.attention` with torch: same arguments and result, over a copy of each token's pages."""
     slots, positions, table = where
     pages = table[slots.long()].long()
     key, value = (tensor[pages].transpose(1, 2).flatten(2, 3) for tensor in memory)
@@ -94,7 +94,7 @@ Forward = Callable[[Tensor, Tensor, RaggedPass, Tensor], Tensor]
 
 
 class Recording(NamedTuple):
-    """A recorded pass: its inputs `[4, T]`, the function that replays it, and the logits `[T, V]` that it writes."""
+    """A captured pass: its inputs `[4, T]`, the function that replays it, and the logits `[T, V]` that it writes."""
 
     inputs: Tensor
     replay: Callable[[], None]
@@ -102,13 +102,13 @@ class Recording(NamedTuple):
 
 
 Recorder = Callable[[Callable[[], Tensor]], tuple[Callable[[], None], Tensor]]
-"""Record a function; return what replays it and the tensor that it returns, overwritten by each replay."""
+"""Capture a function; return a function that replays it, and its result, which each replay overwrites."""
 
 
 class PassRunner:
-    """Runs passes of up to `GRAPH_TOKENS[-1]` tokens as recordings, others directly.
+    """Replays captured passes of up to `GRAPH_TOKENS[-1]` tokens, and runs larger ones directly.
 
-    Padding is token 0 of an extra slot, whose only page is an extra one at the end of the pool. Recordings hold
+    Padding is token 0 of an extra slot, whose only page is an extra one at the end of the pool. Captured passes hold
     addresses, so they are dropped if memory is replaced.
     """
 
@@ -159,7 +159,7 @@ class PassRunner:
         return self._forward(ids.long()[None], positions.long()[None], paged, keep[:num_kept].long())
 
     def _record(self, size: int, adapter: str, host: NDArray[np.int32]) -> Recording | None:
-        """Record a pass of `size` tokens; if that fails, disable recording."""
+        """Capture a pass of `size` tokens; if that fails, log a warning and disable CUDA graphs."""
         assert self._recorder is not None
         inputs = torch.from_numpy(host).to(self._device)
         try:
@@ -185,7 +185,7 @@ class PassRunner:
 
 
 def make_recorder(device: torch.device) -> Recorder | None:
-    """Return what records functions as CUDA graphs that share memory; None on another device."""
+    """Return a recorder that captures CUDA graphs with shared memory; None if the device is not a GPU."""
     if device.type != "cuda":
         return None
     memory = torch.cuda.graph_pool_handle()

@@ -179,7 +179,10 @@ def _merge_adapters(adapted: PeftModel) -> tuple[PreTrainedModel, float]:
 
 
 def load_tokenizer(path: str, *, needs_template: bool = False) -> PreTrainedTokenizerBase:
-    """Load a tokenizer from a folder or a name. Raises UserError if it, or a needed chat template, is missing."""
+    """Load a tokenizer from a folder or a model name.
+
+    Raises UserError if it cannot be loaded, or has no chat template although `needs_template` is set.
+    """
     from transformers import AutoTokenizer
 
     path = resolve_model(path)
@@ -202,8 +205,10 @@ def save_model(
     folder: Path,
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a checkpoint for `from_pretrained`, with the tokenizer; of a PEFT model only the adapters. `weights`, by
-    name, replace the model's own. Raises `StorageError`."""
+    """Write a checkpoint for `from_pretrained`, with the tokenizer; for a PEFT model only the adapters.
+
+    `weights`, by name, replace the model's own. Raises StorageError.
+    """
     from safetensors import SafetensorError
 
     try:
@@ -220,8 +225,10 @@ def save_model(
 
 
 def build_tiny(scratch: ScratchConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
-    """Create a small random Qwen3 model in float32 on the CPU, with tied embeddings, deterministic in `seed`. The
-    global random state is unchanged. Raises `UserError` for too small a vocabulary."""
+    """Create a small random Qwen3 model in float32 on the CPU, with tied embeddings, deterministic in `seed`.
+
+    The global random state is unchanged. Raises UserError if the vocabulary is too small.
+    """
     from transformers import Qwen3Config, Qwen3ForCausalLM
 
     if len(tokenizer) > scratch.vocab_size:

@@ -130,8 +130,11 @@ class Placement:
 
 @dataclass
 class RollingUpdates:
-    """Placement of episodes and distribution of weights: `stage` stores a version, `push` sends it to one replica and
-    verifies it, and `is_alive`, if set, tests after a failure whether the replica still exists."""
+    """Placement of episodes and distribution of weights.
+
+    `stage` stores a version, and `push` sends it to one replica and verifies it. `is_alive`, if set, is called after a
+    failure with the URL of the replica and returns whether it still exists.
+    """
 
     placement: Placement
     stage: Callable[[int, Mapping[str, torch.Tensor]], Awaitable[None]]

@@ -76,7 +76,7 @@ def teacher_forced(model: PreTrainedModel, segments: Sequence[Segment]) -> Token
 def forks_report(
     tasks: Sequence[str], views: Sequence[tuple[TokenViews, TokenViews]], tokenizer: Tokenizer, seed: int
 ) -> ProbeReport:
-    """Return rate and entropy of the forks; `views` are those of base and trained. UserError for fewer than 2 tasks."""
+    """Return rate and entropy of the forks. `views`: base and trained model by task. UserError below 2 tasks."""
     pairs = {task: pair for task, pair in zip(tasks, views, strict=True) if len(pair[0].top)}
     if len(pairs) < 2:
         raise UserError(f"{len(pairs)} tasks have sampled tokens, too few for an interval.", "Increase --tasks.")

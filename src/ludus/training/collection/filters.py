@@ -35,7 +35,7 @@ class AlgorithmState:
 
     `greso` is the state of GRESO and `position` its place in the task order. `initial_entropy` is the
     policy's mean entropy on the first batch, nats per token (`gtpo`). `untrained_tasks` are earlier tasks whose
-    groups were not trained because the run left asynchronous mode. `untrained_counts` are those of
+    groups were not trained because the run left asynchronous mode. `untrained_counts` are counts of
     `sample_metrics.count_untrained`.
     """
 

@@ -127,7 +127,8 @@ def calibrate(
 ) -> EventRewards:
     """Compute event rewards from attempts and their success, arXiv:2604.02869 (`calibrate_tiers`).
 
-    `outcome` is the reward of a success. Needs at least one attempt.
+    `outcome` is the reward of a success; the reward of an event is 0 unless the absolute value of its
+    correlation with success is above `threshold`. Raises ValueError without attempts.
     """
     events = [events_of(trajectory) for trajectory, _ in attempts]
     counts = dict(sorted(Counter(event for row in events for event in row).items()))

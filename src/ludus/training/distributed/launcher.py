@@ -141,7 +141,7 @@ class Rendezvous:
 
 
 def destroy_group() -> None:
-    """Destroy torch's default group, if any, and DTensor's cache of sharding, whose meshes name their groups."""
+    """Destroy torch's default process group, if any, and clear DTensor's sharding cache, which refers to its groups."""
     if distributed.is_initialized():
         distributed.destroy_process_group()
     if "torch.distributed.tensor" in sys.modules:
@@ -157,14 +157,14 @@ def rendezvous_error(reason: str) -> LearnerError:
 
 
 class CommandedRank(SharedBatch):
-    """Rank in a group of CPU tensors for commands, whose collectives time out after `timeout`."""
+    """Rank with an additional gloo group for commands, whose collectives time out after `timeout`."""
 
     def __init__(self, timeout: timedelta = _COMMAND_TIMEOUT, shard_device: torch.device | None = None) -> None:
         super().__init__(shard_device)
         self._control = distributed.new_group(backend="gloo", timeout=timeout)
 
     def broadcast(self, command: RankCommand | None = None) -> RankCommand:
-        """Return the command of rank 0, the only one that gives it."""
+        """Broadcast the command of rank 0, which passes it, and return it; other ranks pass None."""
         holder = [command]
         distributed.broadcast_object_list(holder, src=0, group=self._control, device=torch.device("cpu"))
         return cast(RankCommand, holder[0])

@@ -332,7 +332,7 @@ class Learner:
     def gradient(self, rows: Sequence[Row], known: CachedLogprobs | None = None) -> tuple[Statistics, int]:
         """Write the gradient of a batch to `.grad`; return statistics and the number of trained tokens.
 
-        With several ranks all are those of the shared batch. Raises LearnerError if memory runs out on a
+        With several ranks all of them are of the shared batch. Raises LearnerError if memory runs out on a
         single row, or a row has a non-finite number.
         """
         self.scorer.model.eval()  # with dropout the ratio of an unchanged policy would not be 1

@@ -123,7 +123,7 @@ def preference_step(
 
 
 def pair_losses(pairs: PairInputs, baseline: Tensor, settings: PreferenceConfig) -> Tensor:
-    """Return the loss of each pair, [N]; a missing side has an empty mask. `baseline` is that of KTO or BCO."""
+    """Return the loss of each pair, [N]; a missing side has an empty mask. Only KTO and BCO use `baseline`."""
     spec = PREFERENCES[settings.loss]
     inputs = _unpaired(pairs) if spec.unpaired else dict(pairs)
     if not spec.reference:

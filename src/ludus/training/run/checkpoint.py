@@ -71,7 +71,7 @@ def save_shards(
 
 
 def load_shards(folder: Path, part: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a part, sharded as those of `like`, which are overwritten.
+    """Return the tensors of a part, with the sharding of `like`, whose tensors are overwritten.
 
     Names missing in `like` are returned without data. Empty if the part is missing. Raises StorageError for
     damaged files.
@@ -139,7 +139,7 @@ class Adjustments:
 
 @dataclass(frozen=True, slots=True)
 class TrainerState:
-    """State of a resumed run besides weights and moments.
+    """State of a resumed run other than weights and optimizer moments.
 
     All randomness is a function of seed and step, so no generator state is needed. `algorithm_state` and
     `reward_moments` are serialized. `reference_digests` are those of models outside the checkpoint. `warmup_steps`

@@ -93,9 +93,9 @@ class ValueModelSettings:
     limits a pass; `recompute` is activation checkpointing.
 
     Of a critic: `clip` bounds the change of a value in one training step (None: unbounded). With `turns` only the
-    first action token of each turn is trained and has a value. `on_policy`: the states are those of the current policy,
-    and only the head is trained. Of a process reward model: `beta` scales the rewards, `temperature` is that of
-    sampling.
+    first action token of each turn is trained and has a value. `on_policy`: the head reads hidden states of the
+    current policy and is trained alone. Of a process reward model: `beta` scales the rewards, and `temperature` is the
+    sampling temperature.
     """
 
     epochs: int = 1

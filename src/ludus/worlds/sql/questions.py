@@ -55,7 +55,7 @@ FILES: Final[Mapping[str, QuestionFile]] = {
 
 
 class TableData(TypedDict):
-    """A table: names (own and plain), the statements that create it under these names, the names of its columns,
+    """A table: its own and its plain name, the statements that create it under these names, the names of its columns,
     and its rows in the shown and in the hidden database."""
 
     names: Sequence[str]
@@ -65,8 +65,11 @@ class TableData(TypedDict):
 
 
 class QuestionData(TypedDict):
-    """A question: `queries` is the gold query with own and with plain names, `forgetful` are the same pairs with a
-    condition or the order omitted; `value` is whether its value may be the answer."""
+    """A question on a database.
+
+    `queries` is a pair: the gold query with the database's own names and with plain names. `forgetful` are such pairs
+    without one of the conditions, or without the order. `value` is whether the answer may be a value.
+    """
 
     database: str
     text: str

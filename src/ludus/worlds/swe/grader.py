@@ -81,11 +81,11 @@ class TestRun:
 
 @dataclass(frozen=True, slots=True)
 class SweProblem:
-    """A repository to repair. `shown` are the files that the model sees; `pristine` also has the hidden tests.
+    """A repository to repair, as file contents by path: `shown` to the model, and `pristine` with the hidden tests.
 
-    `fixed` are the files that a fix changes, after the fix. `files` are the test files of the suite; `cases` counts the
-    cases of its test functions (a function without an entry needs one case, a test with parameters in its name is one
-    case). `known` caches the reference.
+    `fixed` holds the files that the reference fix changes, after the fix. `files` are the paths of the suite's test
+    files. `cases` is the number of cases of a test function: 1 if it has no entry, or if its name has parameters.
+    `seconds` limits a test run. `known` caches the run of the fixed repository.
     """
 
     shown: Mapping[str, bytes]

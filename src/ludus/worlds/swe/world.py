@@ -63,7 +63,7 @@ class SweSettings(BaseModel):
 
 
 class SweEnv(ToolEnv):
-    """One episode: tools on a checkout, and the hidden tests at its end."""
+    """One episode: tools on a checkout of the repository, then the hidden tests."""
 
     def __init__(self, world: SweWorld, problem: SweProblem) -> None:
         self._workspace = world.checkout(problem)

@@ -132,7 +132,7 @@ def files_unchanged(
     changes: tuple[str, ...] = (),
     executable: frozenset[str] = frozenset(),
 ) -> bool:
-    """Return whether contents and execute permissions are unchanged, except of files that match `changes`."""
+    """Return whether contents and execute permissions of `files` are unchanged, except for paths matching `changes`."""
     return all(
         state.files.get(path) == data and (path in state.executable) == (path in executable)
         for path, data in files.items()

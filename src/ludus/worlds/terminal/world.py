@@ -83,7 +83,7 @@ class TerminalEnv(ToolEnv):
         return messages
 
     async def step(self, action: Action) -> StepResult:
-        """Run the calls, or grade the final files; no check holds if the session failed or has too many files."""
+        """Run the calls; at the end grade the files. All checks fail if the session failed or has too many files."""
         result = await super().step(action)
         self._turns += 1
         if not result.done and not (self._check_turns and action.calls):
