@@ -196,7 +196,7 @@ def test_examples_follow_the_system_message():
         (("nosuch", "--model", "x"), "Unknown environment 'nosuch'."),
         (("search", "--model", "x", "--attempts", "1"), "--attempts is 1."),
         (("search", "--model", "x", "--tasks", "1"), "--tasks is 1."),
-        (("search", "--model", "x", "--few-shot", "-1"), "--few-shot or --price-per-hour is negative."),
+        (("search", "--model", "x", "--few-shot", "-1"), "--optimise-prompt or --price-per-hour is negative."),
         (("search", "--model", "x", "--optimise-prompt", "9", "--tasks", "3"), "needs 4 tasks or more"),
         (("search", "--model", "x", "--reflection", "http://h", "m"), "--reflection needs --optimise-prompt."),
         (("guess", "--model", "/no/such"), "does not exist"),

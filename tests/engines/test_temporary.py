@@ -42,7 +42,7 @@ def test_temporary_folder_of_a_killed_process_is_removed_by_the_next(left, tmp_p
     assert left.is_dir()
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path))
     others = RankGroup()
-    others.start(SimpleNamespace(world_size=1, limit_s=1.0), torch.device("cpu"))
+    others.start(SimpleNamespace(world_size=1, timeout_s=1.0), torch.device("cpu"))
     assert not left.exists()
     assert others.folder.path.is_dir()
     for folder in (other, others.folder):

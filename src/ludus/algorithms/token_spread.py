@@ -18,8 +18,8 @@ PROBABILITY_BOUNDS: Final = (0.01, 0.1, 0.5, 0.9)
 class TokenSpread:
     """Sums over action tokens; `+` joins microbatches of one batch.
 
-    `mass` is the sum of the tokens' weights in the gradient, `largest` the largest of them above 0 in descending order,
-    at most `num_top`. `tokens` and `gaps` are the count and the sum of `|old - behavior|` (nats) by bin of the
+    `mass` is the sum of the tokens' weights in the gradient, and `largest` holds the `num_top` largest weights above 0,
+    in descending order. `tokens` and `gaps` are the count and the sum of `|old - behavior|` (nats) by bin of the
     probability that the engine reported.
     """
 
@@ -55,9 +55,9 @@ class TokenSpread:
 def token_spread(batch: TokenBatch, weights: Tensor, num_tokens: int) -> TokenSpread:
     """Return the spread of one microbatch. The weight of a token is `|advantage ratio weights|`.
 
-    `weights` [N, L] are those of the correction, `num_tokens` counts the action tokens of the whole batch: the largest
-    one in a hundred of them (at least one) are compared with all. Aggregations that weight trajectories are not
-    included.
+    `weights` [N, L] are the importance weights of the correction. `num_tokens` is the number of action tokens of the
+    whole batch; `num_top` is 1 % of it, at least 1. Weights of trajectories in the aggregation are not included. Raises
+    ValueError for wrong shapes.
     """
     mask, logprobs = batch.mask, (batch.logprobs, batch.old_logprobs, batch.behavior_logprobs)
     check_shapes(mask, weights=weights)

@@ -21,8 +21,9 @@ _TYPES = {"int": int, "float": float, "path": Path}
 class Command:
     """One command; `target` is a module, or `module:object`, with a function `run(args, overrides)`.
 
-    `arguments` are those of `ArgumentParser.add_argument`, with `type` as a name; of arguments with the same number as
-    `exclusive` only one may be given. A command without `settings` accepts no --section.key.
+    Each of `arguments` holds the parameters of one call of `ArgumentParser.add_argument`, with `type` as a name.
+    Arguments with the same number as `exclusive` are mutually exclusive. A command without `settings` accepts no
+    --section.key.
     """
 
     name: str
@@ -35,7 +36,7 @@ class Command:
 
     @property
     def example(self) -> str:
-        """Example command line."""
+        """An example of the command line."""
         return f"ludus {self.name} {self.example_arguments}".rstrip()
 
     def add_arguments(self, parser: argparse.ArgumentParser) -> None:
@@ -50,8 +51,8 @@ class Command:
                 options["type"] = _TYPES[options["type"]]
             if group is not None and group not in groups:
                 groups[group] = parser.add_mutually_exclusive_group()
-            owner = parser if group is None else groups[group]
-            owner.add_argument(*([names] if isinstance(names, str) else names), **options)
+            target = parser if group is None else groups[group]
+            target.add_argument(*([names] if isinstance(names, str) else names), **options)
 
     def run(self, args: argparse.Namespace, overrides: Sequence[str]) -> int:
         """Import the command and run it; return the exit code."""

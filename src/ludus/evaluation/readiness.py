@@ -39,7 +39,7 @@ LIMITS: Final[Mapping[StopReason, str]] = {
     StopReason.TOOL_ERRORS: "rollout.max_tool_errors",
     StopReason.TIMEOUT: "rollout.episode_timeout_s",
 }
-"""The setting that lifts each limit."""
+"""The setting of each limit."""
 _BROKEN: Final = (ToolStatus.RAISED, ToolStatus.TIMED_OUT)
 _UNPARSED: Final = (ToolStatus.MALFORMED, ToolStatus.BAD_ARGUMENTS)
 

@@ -168,8 +168,8 @@ def paired_difference(a: Mapping[str, float], b: Mapping[str, float]) -> PairedD
     Raises ValueError if the tasks differ or there are fewer than 2.
     """
     if a.keys() != b.keys():
-        odd = sorted(a.keys() ^ b.keys())
-        raise ValueError(f"the two runs differ in {len(odd)} tasks, for example {odd[0]!r}")
+        unpaired = sorted(a.keys() ^ b.keys())
+        raise ValueError(f"the two runs differ in {len(unpaired)} tasks, for example {unpaired[0]!r}")
     tasks = sorted(a)
     first, second = (_checked([scores[t] for t in tasks], "a paired comparison") for scores in (a, b))
     gaps = first - second

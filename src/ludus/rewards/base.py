@@ -44,8 +44,8 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
     names = [part.name for part in rewards]
     if len(set(names)) < len(names):
         raise ConfigError(f"Two rewards share a name: {names}.", "Give each part a unique name.")
-    if odd := [part.name for part in rewards if not math.isfinite(part.weight)]:
-        raise ConfigError(f"The weight of {odd[0]!r} is not a finite number.", "Set a finite weight.")
+    if invalid := [part.name for part in rewards if not math.isfinite(part.weight)]:
+        raise ConfigError(f"The weight of {invalid[0]!r} is not a finite number.", "Set a finite weight.")
     outcomes = [part.weight for part in rewards if part.outcome]
     if min(outcomes, default=0.0) < 0 or sum(outcomes) <= 0:
         text = "The rewards need an outcome with a weight above 0, and no outcome with a negative weight."

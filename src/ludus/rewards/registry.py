@@ -70,11 +70,11 @@ TARGET_TURNS, MAX_TURNS = 4, 7
 
 
 @dataclass(frozen=True, slots=True)
-class Published:
-    """A preset: its parts, and the truth that its functions read.
+class RewardPreset:
+    """A preset: its parts, and the type of truth that their functions read.
 
-    `keeps_outcome`: `parts` has no outcome, and those of the world are added, scaled so that the smallest weight is
-    1. A part of `rewards.extra` then replaces the part of the preset with that name.
+    With `keeps_outcome`, `parts` has no outcome: the world's outcomes are added, scaled so that their smallest weight
+    is 1, and a part of `rewards.extra` replaces the preset's part of the same name.
     """
 
     parts: Callable[[], tuple[Reward, ...]]
@@ -97,17 +97,17 @@ def composite() -> tuple[Reward, ...]:
     )
 
 
-PUBLISHED: Mapping[str, Published] = {
-    "composite": Published(composite, keeps_outcome=True),
-    "r1": Published(r1, keeps_outcome=True),
-    "retool": Published(retool, ExpectedAnswers),
-    "search_r1": Published(search_r1, ExpectedAnswers),
-    "toolrl": Published(toolrl, ExpectedCalls),
+PUBLISHED: Mapping[str, RewardPreset] = {
+    "composite": RewardPreset(composite, keeps_outcome=True),
+    "r1": RewardPreset(r1, keeps_outcome=True),
+    "retool": RewardPreset(retool, ExpectedAnswers),
+    "search_r1": RewardPreset(search_r1, ExpectedAnswers),
+    "toolrl": RewardPreset(toolrl, ExpectedCalls),
 }
 
 
 def preset_parts(preset: str | None, own: Sequence[Reward]) -> Sequence[Reward]:
-    """Return the parts of the preset, or else the world's `own`."""
+    """Return the parts of the preset, or the world's `own` if `preset` is None."""
     if preset is None:
         return own
     published = PUBLISHED[preset]
@@ -125,13 +125,16 @@ def find_reward(name: str, source: str | None) -> RegisteredReward:
 
 
 def named_part(name: str, config: PartConfig) -> Reward:
-    """Return a part. Raises ConfigError for a name or options that it does not have, and if it is not a function of
-    task and trajectory."""
+    """Return the part of this name with its options.
+
+    Raises ConfigError for an unknown name, an unknown, missing or invalid option, and a function whose parameters are
+    not task and trajectory.
+    """
     options, part = config.given, find_reward(name, config.source)
     known = inspect.signature(part.make).parameters
-    if odd := [option for option in options if option not in known]:
-        takes = f"It takes {', '.join(known)}." if known else "It takes none."
-        raise ConfigError(f"rewards.extra.{name} has no option {odd[0]!r}.", takes)
+    if unknown := [option for option in options if option not in known]:
+        hint = f"It takes {', '.join(known)}." if known else "It takes none."
+        raise ConfigError(f"rewards.extra.{name} has no option {unknown[0]!r}.", hint)
     missing = [o for o, p in known.items() if p.default is inspect.Parameter.empty and o not in options]
     if missing:
         raise ConfigError(f"rewards.extra.{name} needs {' and '.join(missing)}.", "See docs/use/rewards.md.")
@@ -162,16 +165,16 @@ def has_extra_rewards(settings: RewardsConfig) -> bool:
 
 
 def training_parts(settings: RewardsConfig, own: Sequence[Reward]) -> Sequence[Reward]:
-    """Return the parts to train on: those of the preset, or else a world's `own`, and those of `rewards.extra`.
+    """Return the parts to train on: those of the preset (without one, the world's `own`) and of `rewards.extra`.
 
     Raises ConfigError for an unknown or duplicate part.
     """
-    first = _drop_replaced(settings, preset_parts(settings.preset, own))
+    base = _drop_replaced(settings, preset_parts(settings.preset, own))
     added = [named_part(*extra) for extra in settings.extra.items()]
-    if twice := {part.name for part in first} & {part.name for part in added}:
-        message = f"rewards.extra.{min(twice)}: the rewards already have a part of that name."
-        raise ConfigError(message, f"Set rewards.weights.{min(twice)}.")
-    return (*first, *added)
+    if duplicates := {part.name for part in base} & {part.name for part in added}:
+        message = f"rewards.extra.{min(duplicates)}: the rewards already have a part of that name."
+        raise ConfigError(message, f"Set rewards.weights.{min(duplicates)}.")
+    return (*base, *added)
 
 
 def check_names(settings: RewardsConfig, parts: Sequence[Reward]) -> None:
@@ -185,7 +188,7 @@ def check_names(settings: RewardsConfig, parts: Sequence[Reward]) -> None:
 
 
 def check_task_fits(settings: Mapping[str, PartConfig], task: Task, num_tools: int) -> None:
-    """Raise ConfigError for a part that cannot score such a task with `num_tools` tools."""
+    """Raise ConfigError if a part cannot score `task`, in an environment with `num_tools` tools."""
     for name, config in settings.items():
         part, part_name = find_reward(name, config.source), f"rewards.extra.{name}"
         if part.calls and not num_tools:

@@ -1,9 +1,10 @@
 """Tools to list, read, write, edit, search and patch the files of a workspace.
 
 Files are transferred as snapshots; no host path is opened. The model's search patterns run in the sandbox, which
-stops them at a time limit. A patch applies completely or not at all: a hunk at its line number if its old lines match
-there exactly, otherwise at the only other matching position. The library `unidiff` is not used: it accepts lines beyond
-a hunk's counts and headers without hunks, has no line numbers in errors, and is slow for many "diff --git" lines.
+stops them at a time limit. A patch applies completely or not at all. A hunk applies at its line number if its old lines
+match there exactly, otherwise at the only other matching position. The library `unidiff` is not used: it accepts lines
+beyond a hunk's counts and headers without hunks, has no line numbers in errors, and is slow for many "diff --git"
+lines.
 """
 
 from __future__ import annotations
@@ -69,7 +70,7 @@ def text_of(files: Mapping[str, bytes], path: str) -> str:
 
 
 def lines_of(text: str, first: int, last: int | None) -> str:
-    """Return lines `first` to `last` (from 1) with a heading unless they are all lines. Raises ToolError."""
+    """Return lines `first` to `last` (from 1), with a heading unless they are all lines. ToolError if there are none."""
     lines = text.split("\n")
     if lines[-1] == "":
         lines.pop()

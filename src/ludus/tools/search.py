@@ -42,10 +42,10 @@ class RankedIndex(ABC):
 
     @abstractmethod
     def ranking(self, query: str, depth: int) -> list[int]:
-        """Return the indices of at most `depth` best passages, best first."""
+        """Return the indices of the best passages, best first, at most `depth`."""
 
     def search(self, query: str, k: int = 2) -> list[str]:
-        """Return the `k` best passages of `ranking`, best first; `k` is clamped to 1 to `MAX_PASSAGES`."""
+        """Return the `k` best passages for a query, best first; `k` is clamped to [1, `MAX_PASSAGES`]."""
         return [self.passages[i] for i in self.ranking(query, max(1, min(k, MAX_PASSAGES)))]
 
 
@@ -62,7 +62,7 @@ class PassageIndex(RankedIndex):
         self._ranking = lru_cache(maxsize=4096)(self._rank)
 
     def ranking(self, query: str, depth: int) -> list[int]:
-        """Return the indices of at most `depth` best passages that share a word, best first."""
+        """Return the indices of the best passages that share a word with the query, best first, at most `depth`."""
         return self._ranking(query, max(depth, MAX_PASSAGES))[:depth]
 
     def _rank(self, query: str, depth: int) -> list[int]:
@@ -80,8 +80,8 @@ class PassageIndex(RankedIndex):
 class FolderEncoder:
     """Encoder from a model folder: mean of the last hidden states over a text's tokens, normalized.
 
-    `prefix` is prepended to every text ("query: " and the like, for models trained with different prefixes
-    for passages and queries). Raises UserError for a folder without a model.
+    `prefix` is prepended to every text (such as "query: ", for models trained with different prefixes for
+    passages and queries). Raises UserError for a folder without a model.
     """
 
     def __init__(self, folder: Path, *, prefix: str = "", max_tokens: int = 256, batch: int = 32) -> None:
@@ -94,21 +94,21 @@ class FolderEncoder:
 
         rows = [self._tokenizer(self._prefix + text)["input_ids"][: self._max_tokens] or [0] for text in texts]
         by_length = sorted(range(len(rows)), key=lambda i: (len(rows[i]), i))
-        found: dict[int, np.ndarray] = {}
+        vectors: dict[int, np.ndarray] = {}
         while by_length:
             size = len(rows[by_length[0]])
-            together = [i for i in by_length[: self._batch] if len(rows[i]) == size]
-            by_length = by_length[len(together) :]
+            chunk = [i for i in by_length[: self._batch] if len(rows[i]) == size]
+            by_length = by_length[len(chunk) :]
             with torch.no_grad():
-                ids = torch.tensor([rows[i] for i in together])
+                ids = torch.tensor([rows[i] for i in chunk])
                 hidden = self._model(input_ids=ids, attention_mask=torch.ones_like(ids)).last_hidden_state
                 pooled = torch.nn.functional.normalize(hidden.float().mean(dim=1), dim=-1)
-            found |= zip(together, pooled.numpy(), strict=True)
-        return np.stack([found[i] for i in range(len(rows))])
+            vectors |= zip(chunk, pooled.numpy(), strict=True)
+        return np.stack([vectors[i] for i in range(len(rows))])
 
 
 class DenseIndex(RankedIndex):
-    """Index that ranks passages by cosine similarity. `query_encoder` encodes queries (None: `encoder`)."""
+    """Index that ranks passages by cosine similarity. `query_encoder` encodes queries; if None, `encoder` does."""
 
     def __init__(
         self, passages: Sequence[str], encoder: FolderEncoder, query_encoder: FolderEncoder | None = None
@@ -116,13 +116,13 @@ class DenseIndex(RankedIndex):
         self.passages = tuple(passages)
         self._vectors = encoder.encode(self.passages)  # [P, D]
         self._query_encoder = query_encoder or encoder
-        self._scores = lru_cache(maxsize=4096)(self._order)
+        self._ranking = lru_cache(maxsize=4096)(self._rank)
 
     def ranking(self, query: str, depth: int) -> list[int]:
         """Return the indices of the best passages, best first, at most `depth` and `DEPTH`."""
-        return list(self._scores(query)[:depth])
+        return list(self._ranking(query)[:depth])
 
-    def _order(self, query: str) -> tuple[int, ...]:
+    def _rank(self, query: str) -> tuple[int, ...]:
         scores = np.round(self._vectors @ self._query_encoder.encode([query])[0], DECIMALS)
         order: list[int] = np.argsort(-scores, kind="stable")[:DEPTH].tolist()
         return tuple(order)

@@ -165,8 +165,8 @@ def seen(*, odd_at=None, odd=math.nan, loss=1.0):
     with SynchronizationCounter() as reads:
         for number, (part, table) in enumerate(zip(parts, tables, strict=True)):
             given = {"entropy": torch.zeros_like(table), "log-probability": table, "KL": None}
-            watch.numbers(part, part.trains, given)
-            watch.loss(torch.tensor(loss if number == 1 else 1.0))
+            watch.add_values(part, part.trains, given)
+            watch.add_loss(torch.tensor(loss if number == 1 else 1.0))
     return watch, reads.count
 
 

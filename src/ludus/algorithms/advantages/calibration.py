@@ -40,9 +40,9 @@ def calibrate_tiers(
     if tiers.ndim != 2 or tiers.is_floating_point():
         raise ValueError(f"tiers must be [N, K] integers, not {list(tiers.shape)} {tiers.dtype}")
     won = numbers("success", success, tiers)
-    odd = ((won != 0) & (won != 1)).nonzero()
-    if odd.numel():
-        row = int(odd[0])
+    invalid = ((won != 0) & (won != 1)).nonzero()
+    if invalid.numel():
+        row = int(invalid[0])
         raise ValueError(f"success[{row}] is {float(won[row])}; it must be 0 or 1")
     _check_tiers(tiers, num_tiers)
     present = (tiers[:, :, None] == torch.arange(num_tiers, device=tiers.device)).any(1).double()

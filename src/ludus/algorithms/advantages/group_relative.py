@@ -154,9 +154,9 @@ def pass_at_k(*, rewards: Tensor, group: Tensor, mask: Tensor, k: int) -> Tensor
     and no eps. Raises ValueError for other rewards (naming the row), and for `k` outside [1, G].
     """
     grouped = groups_to_compare(rewards, group, mask)
-    odd = ((grouped.rewards != 0) & (grouped.rewards != 1)).nonzero()
-    if odd.numel():
-        row = int(odd[0])
+    invalid = ((grouped.rewards != 0) & (grouped.rewards != 1)).nonzero()
+    if invalid.numel():
+        row = int(invalid[0])
         raise ValueError(f"rewards[{row}] is {float(grouped.rewards[row])}; pass_at_k needs 0 or 1")
     sizes = [int(size) for size in grouped.sizes.tolist()]
     if sizes and not 1 <= k <= min(sizes):

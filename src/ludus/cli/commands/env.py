@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
         return
     raise_first(
         (not args.name, "Name an environment.", "`ludus env list` lists them."),
-        (args.tasks < 1, f"--tasks is {args.tasks}.", "Give 1 or more."),
+        (args.tasks < 1, f"--tasks is {args.tasks}.", "Set 1 or more."),
     )
     config = environment_config(args.name, overrides)
     announce(f"Building the world {config.env.name} and its tasks ...")

@@ -38,7 +38,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     for warning in warnings:
         print_text(console, f"Warning: {warning}")
     if args.in_flight < 0:
-        raise UserError(f"--in-flight is {args.in_flight}.", "Give 0 or more.")
+        raise UserError(f"--in-flight is {args.in_flight}.", "Set 0 or more.")
     runs = []
     for engines, mode in product(args.engines, args.modes):
         one = replace(layout, mode=mode, engines=engines, in_flight=0, concurrency=0)

@@ -121,21 +121,21 @@ def check_readiness(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def check_numbers(args: argparse.Namespace) -> None:
-    """Raise UserError for numbers that cannot be sampled."""
+    """Raise UserError for invalid numbers of attempts, tasks or episodes."""
     if args.attempts < 2:
         raise UserError(f"--attempts is {args.attempts}.", "Pass rates of tasks need 2 or more.")
     if args.tasks < 2:
         raise UserError(f"--tasks is {args.tasks}.", "An interval needs 2 or more.")
-    if args.optimise_prompt < 0 or (args.optimise_prompt and args.tasks < 4):
+    if args.optimise_prompt > 0 and args.tasks < 4:
         raise UserError("--optimise-prompt needs 4 tasks or more.", "Raise --tasks.")
     if args.reflection and not args.optimise_prompt:
         raise UserError("--reflection needs --optimise-prompt.", "Add it, or remove --reflection.")
-    if args.few_shot < 0 or (args.price_per_hour or 0) < 0:
-        raise UserError("--few-shot or --price-per-hour is negative.", "Set 0 or more.")
+    if min(args.few_shot, args.optimise_prompt, args.price_per_hour or 0) < 0:
+        raise UserError("--few-shot, --optimise-prompt or --price-per-hour is negative.", "Set 0 or more.")
 
 
 def resolved_model(args: argparse.Namespace) -> argparse.Namespace:
-    """Return the arguments as `ludus eval` takes them: a URL is an endpoint, a run folder its newest checkpoint."""
+    """Return the arguments of `ludus eval`: a URL becomes an endpoint, a run folder its newest checkpoint."""
     model, endpoint = args.model, None
     if model.startswith(("http://", "https://")):
         endpoint = model.rstrip("/").removesuffix("/chat/completions")
@@ -161,7 +161,7 @@ def environment_config(args: argparse.Namespace, overrides: Sequence[str]) -> Co
 
 
 def checked_world(config: Config) -> World:
-    """Return the world. Raises WorldError that lists every tool, sandbox or world that does not work."""
+    """Return the world. Raises WorldError if tools, listed together, the world or the sandbox do not work."""
     errors = []
     for name in config.env.tools:
         try:
@@ -205,7 +205,7 @@ async def _measure(
 async def _gain(
     args: argparse.Namespace, config: Config, world: World, pairs: Sequence[tuple[Task, Task]], console: Console
 ) -> Interval:
-    """Return the interval of the gain in success by other prompts; each pair is a task without and with its own."""
+    """Return the interval of the gain in success; each pair is a task with its prompt and with another one."""
     async with open_backend(args, config, world) as backend:
         plain, changed = [
             (await sample(args, config, backend, tasks, console))[0].scores for tasks in zip(*pairs, strict=True)
@@ -243,7 +243,7 @@ def with_examples(prompt: Sequence[Message], examples: Sequence[Sequence[Message
 
 
 def learner_cost(args: argparse.Namespace) -> LearnerCost | None:
-    """Return the learner's cost, fitted to the run of --costs or to that of the model; None if unknown."""
+    """Return the learner's cost, fitted to the run of --costs or to the run that made the model; None if unknown."""
     if args.costs:
         check_run(RunFolder(args.costs))
         return fit([RunFolder(args.costs)]).costs.learner
@@ -259,7 +259,7 @@ def learner_cost(args: argparse.Namespace) -> LearnerCost | None:
 def suggested_command(
     args: argparse.Namespace, found: Readiness, config: Config, overrides: Sequence[str]
 ) -> tuple[str, str]:
-    """Return a `ludus train` command and what it needs besides, or ""."""
+    """Return a `ludus train` command and a note about its requirements ("" if none)."""
     settings = suggested_settings(found, config)
     recipe, note = args.target, ""
     if not is_recipe(recipe):
@@ -282,10 +282,10 @@ def print_report(console: Console, report: ReadinessReport, config: Config) -> N
     print_text(console, f"Tasks by pass rate: {rates}.")
     shares = [(s.group_size, format_rate(s.share, s.interval, ".0%"), s.method) for s in found.shares]
     columns = (TableColumn("group size", right=True), "usable groups", "estimate")
-    console.print(make_table(columns, shares, "Groups neither all right nor all wrong"))
+    console.print(make_table(columns, shares, "Usable groups: neither all solved nor all failed"))
     console.print(_length_table(found, config))
     for reason, share in one.stopped.items():
-        print_text(console, f"{share:.1%} of the episodes end by {reason}; {LIMITS[reason]} lifts that limit.")
+        print_text(console, f"{share:.1%} of the episodes end with {reason}; raise {LIMITS[reason]}.")
     invalid = f"{one.unknown:.1%} unknown tools, {one.unparsed:.1%} not parsed"
     print_text(console, f"Tools: {one.calls_per_episode:.2f} calls per episode, {one.errors:.1%} errors ({invalid}).")
     for name, num in one.dead.items():
@@ -328,7 +328,7 @@ def _step_line(step: Mapping[str, float | None]) -> str:
     learner = seconds["learner_s"] + (" (cost model)" if step["learner_s"] is not None else "")
     return (
         f"A step of {shown['episodes']} episodes: sampling {seconds['sampling_s']} (measured), learner {learner}, "
-        f"{shown['sampled_tokens']} sampled tokens of {shown['tokens']}."
+        f"{shown['sampled_tokens']} of {shown['tokens']} tokens are sampled."
     )
 
 
@@ -339,7 +339,7 @@ def _alternative_table(ways: Sequence[Alternative]) -> FittedTable:
         gain = f"{low} to {high}" if low and high else f"up to {high}" if high else "unknown"
         hours, cost = ("unknown" if v is None else f"{v:.2g}" for v in (one.hours, one.cost))
         rows.append((one.name, gain, hours, cost, one.reason))
-    columns = ("way", "gain, points", "hours", "cost", TableColumn("reason", wrap=True))
+    columns = ("method", "gain, points", "hours", "cost", TableColumn("reason", wrap=True))
     return make_table(columns, rows, "Is RL worth it here?")
 
 
@@ -349,14 +349,14 @@ _REFLECTION = SamplingParams(temperature=1.0, max_new_tokens=2048)
 async def optimised_prompt(
     args: argparse.Namespace, config: Config, backend: EvalBackend, tasks: Sequence[Task]
 ) -> str:
-    """Return the best system prompt after about `args.optimise_prompt` episodes on these tasks."""
+    """Return the best system prompt found with about `args.optimise_prompt` episodes on these tasks."""
     runner = backend.scheduler(SamplingPlan("evaluate", config.rollout.temperature, config.run.seed))
-    number = 0
+    batch_number = 0
 
     async def sample(batch: Sequence[Task]) -> Sequence[Trajectory]:
-        nonlocal number
-        number += 1  # the step of the keys, so that repeated tasks have new seeds
-        requests = [RolloutRequest(RolloutKey(number, task.id, i), task) for i, task in enumerate(batch)]
+        nonlocal batch_number
+        batch_number += 1  # the step of the keys, so that repeated tasks have new seeds
+        requests = [RolloutRequest(RolloutKey(batch_number, task.id, i), task) for i, task in enumerate(batch)]
         return [episode.trajectory for episode in await runner.run(requests)]
 
     if args.reflection is None and args.endpoint is None:
@@ -367,7 +367,7 @@ async def optimised_prompt(
     async with OpenAIClient(OpenAIClientSettings(url, name)) as client:
 
         async def reflect(prompt: str) -> str:
-            params = replace(_REFLECTION, seed=number)
+            params = replace(_REFLECTION, seed=batch_number)
             answer = await client.chat([{"role": "user", "content": prompt}], [], params, 0)
             if answer is None:
                 text = "The reflection prompt exceeds the context of its model."

@@ -37,7 +37,7 @@ if TYPE_CHECKING:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print replayed or calibrated rewards."""
     if args.episodes < 0:
-        raise UserError(f"--episodes is {args.episodes}.", "Give 0 or more.")
+        raise UserError(f"--episodes is {args.episodes}.", "Set 0 or more.")
     if args.action == "calibrate" and (args.config is not None or overrides):
         raise UserError("`ludus rewards calibrate` takes no settings.", "It uses those of the run.")
     folder = RunFolder(args.run)
@@ -108,15 +108,15 @@ class Replay:
 
 
 def rescore(saved: Config, config: Config, files: Sequence[Path], wanted: Callable[[RolloutRecord], bool]) -> Replay:
-    """Score rollouts sampled with `saved` again, with the world and the section `rewards` of `config`.
+    """Score rollouts that were sampled with `saved` again, with the world and the section `rewards` of `config`.
 
     With `rewards.normalise_by` all earlier steps are scored as well, to reproduce the running statistics.
     """
     world = build_world(config.env, config.rollout, config.sandbox)
     mixer = _reward_mixer(config, world)
     before = preset_parts(saved.rewards.preset, build_world(saved.env, saved.rollout).rewards)
-    scale, to_read = config.rewards, files
-    if scale.normalise_by and scale.normalise_over == "run" and files and _is_training_file(files[0]):
+    settings, to_read = config.rewards, files
+    if settings.normalise_by and settings.normalise_over == "run" and files and _is_training_file(files[0]):
         to_read = [file for file in sorted(files[0].parent.glob("step-*.jsonl.gz")) if file <= files[-1]]
     read = {file: list(read_rollouts(file)) for file in to_read}
     tasks = find_tasks(world, {record.group for records in read.values() for record in records})
@@ -197,20 +197,20 @@ async def _scores(
     """Return the known rollouts of each file with the rewards of the world and, for training steps, added parts."""
     scoring, adds = ProcessRewardExecutor.of(config), has_extra_rewards(config.rewards)
 
-    async def one(record: RolloutRecord, is_training: bool) -> Trajectory:
+    async def rescored(record: RolloutRecord, is_training: bool) -> Trajectory:
         task = tasks[record.group]
 
-        async def path(trajectory: Trajectory) -> Trajectory:
+        async def rescored_path(trajectory: Trajectory) -> Trajectory:
             blank = replace(trajectory, rewards={}, reward=0.0)
             found = await scoring.scored(world, None, task, blank)
             return await scoring.with_added(world, task, found) if is_training else found
 
-        return await map_paths(record.trajectory, path)
+        return await map_paths(record.trajectory, rescored_path)
 
     found = {}
     for file, records in read.items():
         is_training = adds and _is_training_file(file)
-        found[file] = await asyncio.gather(*(one(r, is_training) for r in _known_records(records, tasks)))
+        found[file] = await asyncio.gather(*(rescored(r, is_training) for r in _known_records(records, tasks)))
     return found
 
 
@@ -234,7 +234,7 @@ def summary(replay: Replay) -> list[str]:
 
 
 def parts_table(replay: Replay) -> FittedTable:
-    """Return the means of reward and parts, before and now; a missing part has changed, and counts as 0 in the mean."""
+    """Return a table of the mean reward and parts, as saved and now; a missing part counts as changed and as 0."""
     both = [(one.record.trajectory, one.now) for one in replay.rescored]
     names = dict.fromkeys(name for before, now in both for name in (*before.rewards, *now.rewards))
     named: list[tuple[str, list[tuple[float | None, float | None]]]]

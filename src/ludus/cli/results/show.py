@@ -32,7 +32,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.step is not None and args.evaluation is not None:
         raise UserError("--step and --evaluation are mutually exclusive.", "Remove one of them.")
     if args.episodes < 0:
-        raise UserError(f"--episodes is {args.episodes}.", "Give 0 or more.")
+        raise UserError(f"--episodes is {args.episodes}.", "Set 0 or more.")
     folder = RunFolder(args.run)
     config = run_config(folder, ())
     console = make_console()

@@ -73,9 +73,9 @@ def _serve(args: argparse.Namespace, sandbox: Sandbox) -> None:
     token, console = token_of(args.token_file), make_console()
     ceiling = replace(
         Limits(),
-        wall_s=args.most_wall_s,
-        cpu_s=8 * args.most_wall_s,
-        memory_bytes=args.most_memory_mib * 2**20,
+        wall_s=args.max_wall_s,
+        cpu_s=8 * args.max_wall_s,
+        memory_bytes=args.max_memory_mib * 2**20,
         processes=256,
         open_files=1024,
         file_bytes=2**30,

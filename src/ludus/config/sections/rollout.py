@@ -92,8 +92,8 @@ class EnvConfig(Section):
             raise ValueError(f'env.mixture has worlds ({worlds}), but env.name is "{name}": set it to "mixture"')
         if mixture and self.settings:
             raise ValueError("env.settings applies to a single world: in a mixture use env.mixture.NAME.settings")
-        if odd := [one for one in mixture if not _NAME.fullmatch(one)]:
-            raise ValueError(f'env.mixture has a world "{odd[0]}": names may contain only letters, digits, - and _')
+        if invalid := [one for one in mixture if not _NAME.fullmatch(one)]:
+            raise ValueError(f'env.mixture has a world "{invalid[0]}": names may contain only letters, digits, - and _')
         if mixture and not any(one.weight if one.weight_end is None else one.weight_end for one in mixture.values()):
             raise ValueError("every weight_end in env.mixture is 0: no worlds remain at the end")
         return self

@@ -26,13 +26,13 @@ def with_prompt(task: Task, text: str) -> Task:
     """Return the task with another last user message. Raises UserError if its prompt has none."""
     at = max((i for i, message in enumerate(task.prompt) if message["role"] == "user"), default=None)
     if at is None:
-        raise UserError(f"The prompt of task {task.id} has no user message.", "This world cannot be paraphrased.")
+        raise UserError(f"The prompt of task {task.id} has no user message.", "This probe needs one in every task.")
     changed = Message(role="user", content=text)
     return replace(task, prompt=(*task.prompt[:at], changed, *task.prompt[at + 1 :]))
 
 
 def read_paraphrases(path: Path) -> dict[str, str]:
-    """Return the prompts by task id from JSON lines with `task_id` and `prompt`. Raises UserError for another line."""
+    """Return the prompts by task id from JSON lines with `task_id` and `prompt`. Raises UserError for invalid lines."""
     found: dict[str, str] = {}
     for number, line in enumerate(read_text(path, "Check --paraphrases.").splitlines(), 1):
         try:
@@ -40,15 +40,15 @@ def read_paraphrases(path: Path) -> dict[str, str]:
         except ValueError:
             row = None
         if not isinstance(row, dict) or not all(isinstance(row.get(key), str) for key in ("task_id", "prompt")):
-            raise UserError(f"{path}, line {number}: not an object with the texts task_id and prompt.", "Correct it.")
+            raise UserError(f"{path}, line {number}: not an object with task_id and prompt as strings.", "Correct it.")
         found[row["task_id"]] = row["prompt"]
     return found
 
 
 async def measure_paraphrase(make: MakeScheduler, plan: ProbePlan, prompts: Mapping[str, str] | None) -> ProbeReport:
-    """Return success with the original prompts and with others by task id (None: `WORDINGS`), paired by task.
+    """Measure success with the original prompts and with `prompts` by task id (if None, `WORDINGS`), paired by task.
 
-    Raises UserError if fewer than 2 tasks have another prompt, or the world does not show the prompts of its tasks.
+    Raises UserError if fewer than 2 tasks have another prompt, or if the world does not send the prompts of its tasks.
     """
     tasks = [task for task in plan.tasks if prompts is None or task.id in prompts]
     if len(tasks) < 2:
@@ -61,11 +61,11 @@ async def measure_paraphrase(make: MakeScheduler, plan: ProbePlan, prompts: Mapp
         }
     else:
         texts = {"paraphrase": prompts}
-    before = await _success(make, replace(plan, tasks=tasks))
-    rows: list[dict[str, Cell]] = [{"prompt": "original", **compared(before, None)}]
+    original = await _success(make, replace(plan, tasks=tasks))
+    rows: list[dict[str, Cell]] = [{"prompt": "original", **compared(original, None)}]
     for name, of_task in texts.items():
-        after = await _success(make, replace(plan, tasks=[with_prompt(task, of_task[task.id]) for task in tasks]))
-        rows.append({"prompt": name, **compared(after, before)})
+        changed = await _success(make, replace(plan, tasks=[with_prompt(task, of_task[task.id]) for task in tasks]))
+        rows.append({"prompt": name, **compared(changed, original)})
     note = f"{len(tasks)} tasks, {plan.samples} attempts each; differences are paired by task."
     return ProbeReport("paraphrase", "Success with other wordings of the prompt", rows, (note,))
 
@@ -73,9 +73,9 @@ async def measure_paraphrase(make: MakeScheduler, plan: ProbePlan, prompts: Mapp
 async def _success(make: MakeScheduler, plan: ProbePlan) -> dict[str, float]:
     scheduler = make(plan.sampling)
     episodes = await play(scheduler, plan.requests(plan.samples))
-    asked = {task.id: [message["content"] for message in task.prompt] for task in plan.tasks}
+    prompts = {task.id: [message["content"] for message in task.prompt] for task in plan.tasks}
     for one in (one for one in episodes if one.failure is None):
-        if not set(asked[one.task_id]) <= {message["content"] for message in one.messages}:
-            text = f"The world {scheduler.world.name!r} does not show the prompts of its tasks."
-            raise UserError(text, "It cannot be paraphrased by this probe.")
+        if not set(prompts[one.task_id]) <= {message["content"] for message in one.messages}:
+            text = f"The world {scheduler.world.name!r} does not send the prompts of its tasks to the model."
+            raise UserError(text, "This probe cannot paraphrase it.")
     return success_rates(scheduler, episodes)

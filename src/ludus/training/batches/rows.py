@@ -34,7 +34,7 @@ Positions = tuple[Tensor, Tensor]
 
 
 def row_segments(trajectory: Trajectory) -> Iterator[tuple[Segment, bool]]:
-    """Yield the segments of the row in order, each with whether it is new, and the separators.
+    """Yield the segments of the row in order, with separators; the flag is False if an earlier path had the segment.
 
     Raises ValueError if a path after the first starts with an action, whose first token has no context.
     """
@@ -66,15 +66,15 @@ def last_actions(trajectory: Trajectory) -> dict[int, int]:
     return last
 
 
-def where_any(own: Sequence[Path], marked: Sequence[bool]) -> tuple[bool, ...]:
-    """Return for each action token whether any path through it is marked."""
-    marked_positions = {place for path, mark in zip(own, marked, strict=True) if mark for place in path.places}
-    positions = sorted({place for path in own for place in path.places})
+def on_marked_path(paths: Sequence[Path], marked: Sequence[bool]) -> tuple[bool, ...]:
+    """Return for each action token whether any of the paths through it is marked."""
+    marked_positions = {place for path, mark in zip(paths, marked, strict=True) if mark for place in path.places}
+    positions = sorted({place for path in paths for place in path.places})
     return tuple(place in marked_positions for place in positions)
 
 
 def turn_nodes(split: Sequence[Sequence[Path]]) -> Tensor:
-    """Return action ids of each path of each trajectory, `[P, K]`; shared actions have equal ids. Padded with -1."""
+    """Return the action ids of each path of all trajectories, `[P, K]`, padded with -1; shared actions have one id."""
     rows: list[list[int]] = []
     first = 0
     for path_actions in split:
@@ -110,7 +110,7 @@ def _spans(tokens: tuple[int, ...]) -> list[tuple[int, int]]:
 
 
 def split_paths(tokens: Tensor, at: Positions) -> tuple[Tensor, Positions]:
-    """Split the rows `[B, L]` into one row per path; also return the positions `at` in the new rows."""
+    """Split the rows `[B, L]` into one row per path, `[P, L]`; also map the positions `at` to the new rows."""
     gaps = tokens == BREAK
     if not bool(gaps.any()):
         return tokens, at
@@ -212,8 +212,8 @@ def apply_mask(row: Row, trains: Sequence[bool] | None) -> Row:
 def transitions_of(row: Row, trajectory: Trajectory) -> list[Row]:
     """Return one row per turn of a trajectory: its context and its action; only the action is trained.
 
-    If observations are trained, those before an action belong to it, and those after a path's last action to that
-    one. `row` is the trajectory's.
+    If observations are trained, they belong to the next action, and those after a path's last action to the last
+    one. `row` is the row of the trajectory.
     """
     spans: list[tuple[int, int, int]] = []
     path, start, place = 0, 0, 0
@@ -279,10 +279,10 @@ def microbatches(
 
 
 def balance_rows(rows: Sequence[Row], count: int, *, shared: bool = True) -> list[list[int]]:
-    """Distribute row indices over `count` processes with balanced token counts.
+    """Distribute row indices over `count` ranks with balanced token counts.
 
-    `shared`: rows with a common prefix stay together, and each process gets its fair share up to one row's
-    new tokens. Otherwise the longest row goes to the least loaded process.
+    `shared`: rows with a common prefix stay together, and each rank gets an equal share up to one row's
+    new tokens. Otherwise the longest remaining row goes to the least loaded rank.
     """
     parts: list[list[int]] = [[] for _ in range(count)]
     if shared:
@@ -397,18 +397,18 @@ def find_row_fault(rows: Sequence[Row]) -> str:
 
 @dataclass
 class FiniteChecks:
-    """Numbers of a step's microbatches, checked once after the last of them: reading a result waits for the GPU."""
+    """Checks that values and losses of a step's microbatches are finite, at the end only: reading them synchronizes."""
 
     _losses: list[Tensor] = field(default_factory=list, init=False)
     _checks: list[tuple[Microbatch, Tensor, dict[str, Tensor]]] = field(default_factory=list, init=False)
 
-    def numbers(self, part: Microbatch, mask: Tensor, given: Mapping[str, Tensor | None]) -> None:
-        """Add numbers `[B, L]` of a microbatch, by their names in messages; only those in `mask` count."""
+    def add_values(self, part: Microbatch, mask: Tensor, given: Mapping[str, Tensor | None]) -> None:
+        """Add values `[B, L]` of a microbatch, by their names in messages; only those in `mask` are checked."""
         self._checks.append(
             (part, mask, {what: values.detach() for what, values in given.items() if values is not None})
         )
 
-    def loss(self, loss: Tensor) -> None:
+    def add_loss(self, loss: Tensor) -> None:
         self._losses.append(loss.detach())
 
     def clear(self) -> None:
@@ -417,7 +417,7 @@ class FiniteChecks:
 
     @property
     def fault(self) -> str:
-        """Describe the first row with a non-finite number, or the loss; "" if there is none."""
+        """Describe the first row with a non-finite value, or the first non-finite loss; "" if all are finite."""
         found = [mask & torch.stack([~v.isfinite() for v in given.values()]) for _, mask, given in self._checks]
         flags = [where.any() for where in found] + [~loss.isfinite() for loss in self._losses]
         if not flags or not bool(torch.stack(flags).any()):
@@ -453,7 +453,7 @@ def batch_of_step(step: int, num_pairs: int, batch_size: int, seed: int) -> list
 
 
 @lru_cache(maxsize=4)
-def _shuffled_epoch(num_pairs: int, seed: int, lap: int) -> tuple[int, ...]:
+def _shuffled_epoch(num_pairs: int, seed: int, epoch: int) -> tuple[int, ...]:
     order = list(range(num_pairs))
-    random.Random(f"pairs:{seed}:{lap}").shuffle(order)
+    random.Random(f"pairs:{seed}:{epoch}").shuffle(order)
     return tuple(order)

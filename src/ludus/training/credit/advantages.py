@@ -32,11 +32,11 @@ from ludus.training.batches.rows import (
     check_estimates,
     check_trajectories,
     new_actions,
+    on_marked_path,
     pad_table,
     row_of_trajectory,
     transitions_of,
     turn_nodes,
-    where_any,
 )
 from ludus.types import Path, StopReason, Task, Trajectory
 
@@ -302,7 +302,7 @@ def _compare(samples: Sequence[TrainingSample], algorithm: Algorithm, max_length
         outcome, reason = _training_status(sample.episode, varied[sample.group], bool(complete.any()), algorithm)
         updated.append(replace(sample, outcome=outcome, reason=reason))
         if algorithm.overlong_mask and complete.any() and not complete.all():
-            trains = where_any(sample.episode.trajectory.paths(), complete.tolist())
+            trains = on_marked_path(sample.episode.trajectory.paths(), complete.tolist())
             updated[-1] = replace(updated[-1], trains=trains)
     advantages = _advantages(updated, algorithm, max_length)
     return [replace(sample, advantages=a) for sample, a in zip(updated, advantages, strict=True)]

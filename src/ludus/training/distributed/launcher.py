@@ -49,30 +49,30 @@ RankCommand = tuple[RankMethod, tuple[Any, ...]]
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """Rank `rank` of `count` and their shared store. Waits time out after `limit_s`."""
+    """Rank `rank` of `world_size` and the store that the ranks share. Waits time out after `timeout_s`."""
 
     store: Store
     rank: int
     world_size: int
-    limit_s: float
+    timeout_s: float
 
     @classmethod
-    def create(cls, count: int, limit_s: float) -> Rendezvous:
+    def create(cls, count: int, timeout_s: float) -> Rendezvous:
         """Create a rendezvous as rank 0; its store only accepts local connections."""
         listener = socket.create_server((_HERE, 0))
-        port, limit = listener.getsockname()[1], timedelta(seconds=limit_s)
+        port, limit = listener.getsockname()[1], timedelta(seconds=timeout_s)
         store = TCPStore(_HERE, port, None, True, limit, wait_for_workers=False, master_listen_fd=listener.detach())
-        return cls(store, 0, count, limit_s)
+        return cls(store, 0, count, timeout_s)
 
     @classmethod
-    def join(cls, limit_s: float) -> Rendezvous:
+    def join(cls, timeout_s: float) -> Rendezvous:
         """Join the rendezvous that torchrun, or rank 0 with `variables`, passed in environment variables."""
         try:
-            joined = next(iter(rendezvous("env://", timeout=timedelta(seconds=limit_s))))
+            joined = next(iter(rendezvous("env://", timeout=timedelta(seconds=timeout_s))))
             store, rank, count = cast("tuple[Store, int, int]", joined)
         except RuntimeError as error:
             raise rendezvous_error(str(error)) from error
-        return cls(store, rank, count, limit_s)
+        return cls(store, rank, count, timeout_s)
 
     def variables(self, rank: int) -> dict[str, str]:
         assert isinstance(self.store, TCPStore)
@@ -85,13 +85,13 @@ class Rendezvous:
         threading.Thread(target=self._send_heartbeats, name="ludus-heartbeat", daemon=True).start()
         backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         try:
-            store, limit = PrefixStore("group", self.store), timedelta(seconds=self.limit_s)
+            store, limit = PrefixStore("group", self.store), timedelta(seconds=self.timeout_s)
             distributed.init_process_group(
                 backend, store=store, rank=self.rank, world_size=self.world_size, timeout=limit
             )
         except RuntimeError as error:
             absent = ", ".join(str(rank) for rank, (_, process) in self._heartbeats().items() if not process)
-            reason = f"rank {absent} did not join within {self.limit_s:g} s." if absent else str(error)
+            reason = f"rank {absent} did not join within {self.timeout_s:g} s." if absent else str(error)
             raise rendezvous_error(reason) from error
         if device.type == "cuda":
             torch.cuda.set_device(self.rank % torch.cuda.device_count())
@@ -174,7 +174,7 @@ class LeaderRank(CommandedRank):
     """Rank 0, which broadcasts commands; `others` are the other ranks if this process started them."""
 
     def __init__(self, rendezvous: Rendezvous, others: RankGroup, shard_device: torch.device | None) -> None:
-        super().__init__(timedelta(seconds=rendezvous.limit_s), shard_device)
+        super().__init__(timedelta(seconds=rendezvous.timeout_s), shard_device)
         self._rendezvous = rendezvous
         self._others = others
         self._lock = threading.RLock()
@@ -219,7 +219,7 @@ class RankGroup:
     def start(self, rendezvous: Rendezvous, device: torch.device) -> None:
         """Start the other ranks on devices of this type; they join `rendezvous`."""
         self.folder = TemporaryFolder("ludus-ranks-")
-        arguments = (str(rendezvous.limit_s), device.type, str(os.getpid()))
+        arguments = (str(rendezvous.timeout_s), device.type, str(os.getpid()))
         command = python_command("ludus.training.rl.rank_worker:main", *arguments)
         for rank in range(1, rendezvous.world_size):
             environment = child_environment(rendezvous.variables(rank))
@@ -228,9 +228,9 @@ class RankGroup:
 
     def gather(self, rendezvous: Rendezvous) -> None:
         """Wait until all ranks have connected. Raises LearnerError if one has exited or is later than the limit."""
-        deadline = time.monotonic() + rendezvous.limit_s
+        deadline = time.monotonic() + rendezvous.timeout_s
         while late := rendezvous.not_started():
-            text, hint = f"Learner rank {late[0]} did not start within {rendezvous.limit_s:g} s.", "Try again."
+            text, hint = f"Learner rank {late[0]} did not start within {rendezvous.timeout_s:g} s.", "Try again."
             if any(process.poll() is not None for process in self.processes):
                 text = f"A learner rank has exited: {self.exit_message()}"
             elif time.monotonic() > deadline:

@@ -411,7 +411,7 @@ class Learner:
             replay = self.scorer.routing.replay([known.experts[i] for i in part.index])
         with replay:
             loss, statistics = self._loss(part, normaliser, known, aux, against)
-            self._finite.loss(loss)
+            self._finite.add_loss(loss)
             if loss.requires_grad:
                 torch.autograd.backward(loss)
         return statistics
@@ -449,7 +449,7 @@ class Learner:
             positive=part.positive,
             expert=part.expert,
         )
-        self._finite.numbers(part, scored_mask(scored), _named_outputs(batch))
+        self._finite.add_values(part, scored_mask(scored), _named_outputs(batch))
         loss, statistics = objective(batch, self.algorithm, normaliser)
         if self.token_values is not None:
             self.token_values.add(part, batch, clip_masks(batch, self.algorithm))

@@ -33,12 +33,12 @@ from ludus.training.run.run_dir import RunFolder, attach_run_log, list_checkpoin
 from ludus.training.run.session import TrainingSession, open_session
 from ludus.training.value_models.factory import checkpoint_parts
 
-log = logging.getLogger("ludus.follow")
+log = logging.getLogger("ludus.rank")
 
 
-def run_rank(device: torch.device, limit_s: float) -> None:
-    """Join the other ranks within `limit_s` and execute the commands of rank 0."""
-    rendezvous = Rendezvous.join(limit_s)
+def run_rank(device: torch.device, timeout_s: float) -> None:
+    """Join the other ranks within `timeout_s` and execute the commands of rank 0."""
+    rendezvous = Rendezvous.join(timeout_s)
     try:
         rendezvous.form_group(device)
         _execute_commands(rendezvous, device)
@@ -51,8 +51,8 @@ def run_rank(device: torch.device, limit_s: float) -> None:
 
 
 def _execute_commands(rendezvous: Rendezvous, device: torch.device) -> None:
-    follower = CommandedRank()
-    method, arguments = follower.broadcast()
+    ranks = CommandedRank()
+    method, arguments = ranks.broadcast()
     if method != "start":
         return
     config, folder, resumed = cast("tuple[Config, Path, Path | None]", arguments)
@@ -60,11 +60,11 @@ def _execute_commands(rendezvous: Rendezvous, device: torch.device) -> None:
         attach_run_log(RunFolder(folder), f"rank {rendezvous.rank}")
     log.info("ready (process %d)", os.getpid())
     if config.training.learner.shard:
-        follower.shard_device = device
+        ranks.shard_device = device
     cold_start = RunFolder(folder / "cold_start").checkpoints
     session = open_session(config, list_checkpoints(cold_start)[-1][1] if config.model.from_scratch else None)
-    methods = rank_methods(session, make_parts(session, resolve(config.algorithm), follower, resumed))
-    while (command := follower.broadcast())[0] != "stop":
+    methods = rank_methods(session, make_parts(session, resolve(config.algorithm), ranks, resumed))
+    while (command := ranks.broadcast())[0] != "stop":
         method, arguments = command
         try:
             methods[method](*arguments)
@@ -94,15 +94,15 @@ def rank_methods(session: TrainingSession, parts: LearnerParts) -> dict[RankMeth
     return methods
 
 
-def _exit_with_parent(leader: int) -> None:
+def _exit_with_parent(parent: int) -> None:
     """Exit when rank 0 exits, even before the rendezvous."""
-    while os.getppid() == leader:
+    while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
-def main(limit_s: str, kind: str, leader: str) -> None:
-    """Run as a rank on a device of type `kind`; `leader` is the process id of rank 0."""
-    threading.Thread(target=_exit_with_parent, args=(int(leader),), name="ludus-leader", daemon=True).start()
+def main(timeout_s: str, device_type: str, parent: str) -> None:
+    """Run as a rank on a device of type `device_type`; `parent` is the process id of rank 0."""
+    threading.Thread(target=_exit_with_parent, args=(int(parent),), name="ludus-parent", daemon=True).start()
     hide_progress()
-    run_rank(torch.device(kind), float(limit_s))
+    run_rank(torch.device(device_type), float(timeout_s))

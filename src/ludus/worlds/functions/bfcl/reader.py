@@ -425,8 +425,8 @@ def _several_turns(record: _BfclRecord, classes: Sequence[str]) -> ApiTruth:
     """Return the truth of a record of several turns. Raises UserError if bfcl-eval is not installed."""
     modules, functions = find_classes(classes)
     late = [name for names in record.missed_function.values() for name in names]
-    if odd := [name for name in late if name not in functions]:
-        raise RecordError(f'"missed_function" names {odd[0]!r}, which is not a function of the task')
+    if unknown := [name for name in late if name not in functions]:
+        raise RecordError(f'"missed_function" names {unknown[0]!r}, which is not a function of the task')
     added = {place: tuple(functions[name] for name in names) for place, names in record.missed_function.items()}
     answer, num = record.ground_truth or [], len(record.question)
     if len(answer) != num:
