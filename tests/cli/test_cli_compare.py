@@ -93,7 +93,7 @@ def test_a_smaller_evaluation_is_compared_with_a_larger_one_over_the_tasks_of_bo
     said = ludus("compare", a, b)
     assert said.code == 0, said
     assert row(said)[0][2:5] == ["2", "50.0%", "100.0%"]
-    assert "2 tasks in A and 4 in B; those of both are compared" in " ".join(said.out.split())
+    assert "2 tasks in A and 4 in B; only common tasks are compared" in " ".join(said.out.split())
 
 
 @pytest.mark.parametrize(

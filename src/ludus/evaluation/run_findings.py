@@ -1,7 +1,7 @@
 """Findings about a run, in the order in which an expert looks at it: `ludus doctor RUN`.
 
-Each check is a function of `RunData` that yields findings of one topic. They read the configuration, the metrics of all
-steps, the rollouts of the last steps and the evaluations; alarms of the metrics are among the findings.
+Each check is a function of `RunData` that yields findings of one topic. Checks read the configuration, the metrics of
+all steps, the rollouts of the last steps and the evaluations; alarms of the metrics are among the findings.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def _finding(name: str, **values: object) -> Finding:
 
 
 def check_limits(run: RunData) -> Iterator[Finding]:
-    """Token limits that cut off episodes from the first step on."""
+    """Find token limits that truncate episodes from the first step on."""
     limits = run.config.rollout
     for reason, setting, limit in (
         (StopReason.TRUNCATED, "rollout.max_tokens_per_turn", limits.max_tokens_per_turn),
@@ -124,7 +124,7 @@ def check_limits(run: RunData) -> Iterator[Finding]:
 
 
 def check_tools(run: RunData) -> Iterator[Finding]:
-    """Tools of which every call fails, with their most frequent error."""
+    """Find tools of which every call fails, with their most frequent error."""
     calls = defaultdict(list)
     for outcome in (outcome for record in run.records for outcome in record.trajectory.outcomes):
         if outcome.status is not ToolStatus.MALFORMED:
@@ -138,7 +138,7 @@ def check_tools(run: RunData) -> Iterator[Finding]:
 
 
 def check_collapse(run: RunData) -> Iterator[Finding]:
-    """Training success that fell to a quarter or less and stayed there."""
+    """Find a fall of the training success to a quarter or less without recovery."""
     rows = [row for row in run.rows if "success/mean" in row]
     success = [row["success/mean"] for row in rows]
     falls = [(mean(success[max(0, at - 3) : at]), mean(success[at:]), at) for at in range(1, len(rows) - 4)]
@@ -157,7 +157,7 @@ def check_collapse(run: RunData) -> Iterator[Finding]:
 
 
 def check_verifier(run: RunData) -> Iterator[Finding]:
-    """Tasks that are never solved, although episodes end with answers."""
+    """Find that no task is ever solved although episodes end with answers."""
     answered = mean(run.recent("episode/stop/answered"))
     if answered < _LARGE or any(row.get("success/mean", 1.0) for row in run.rows):
         return
@@ -173,7 +173,7 @@ def check_verifier(run: RunData) -> Iterator[Finding]:
 
 
 def check_reward(run: RunData) -> Iterator[Finding]:
-    """Shaping against outcome, rewarded truncation, preferred length, constant parts."""
+    """Check shaping against the outcome, rewards of truncated and of long episodes, and constant parts."""
     for part in sorted({name for record in run.records for name in record.trajectory.rewards}):
         values = {record.trajectory.rewards.get(part, 0.0) for record in run.records}
         if len(values) == 1 and len(run.records) > 1:
@@ -192,7 +192,7 @@ def check_reward(run: RunData) -> Iterator[Finding]:
 
 
 def check_loss(run: RunData) -> Iterator[Finding]:
-    """Loss mask, sign of the advantages, learning rate, unchanged weights, gradient clipping."""
+    """Check loss mask, sign of the advantages, learning rate, unchanged weights and gradient clipping."""
     if not run.config.training.mask_observations:
         yield _finding("trained_observations")
     if (value := _correlation(run.groups, _reward, lambda record: record.advantage or 0.0)) < -0.1:
@@ -210,7 +210,7 @@ def check_loss(run: RunData) -> Iterator[Finding]:
 
 
 def check_sampling(run: RunData) -> Iterator[Finding]:
-    """Weights of the engine, temperature, equal attempts."""
+    """Check the weights of the engine, the temperature and identical attempts."""
     gap = max(run.recent("sync/probe_gap"), default=0.0)
     if gap > (run.config.training.sync_tolerance or 1e-3):
         yield _finding("stale_engine", gap=gap)
@@ -227,7 +227,7 @@ def check_sampling(run: RunData) -> Iterator[Finding]:
 
 
 def check_groups(run: RunData) -> Iterator[Finding]:
-    """Members lost to filters, difficulty of the tasks, number of tasks."""
+    """Check the members lost to filters, and the difficulty and number of tasks."""
     trained = [sum(r.outcome is RolloutOutcome.TRAINED for r in group) for group in run.groups]
     alone = mean([count == 1 for group, count in zip(run.groups, trained, strict=True) if count and len(group) > 1])
     if alone > 0.2:
@@ -241,7 +241,7 @@ def check_groups(run: RunData) -> Iterator[Finding]:
 
 
 def check_failures(run: RunData) -> Iterator[Finding]:
-    """Infrastructure failures, prompts that do not fit, steps without training."""
+    """Check infrastructure failures, prompts that are too long, and steps without training."""
     started, failed = sum(run.recent("ledger/started")), sum(run.recent("ledger/failed"))
     if started and failed > 0.05 * started:
         reasons = Counter(r.reason for r in run.records if r.outcome is RolloutOutcome.FAILED)
@@ -255,7 +255,7 @@ def check_failures(run: RunData) -> Iterator[Finding]:
 
 
 def check_held_out(run: RunData) -> Iterator[Finding]:
-    """Tasks of training and evaluation, overfitting, and whether there is a gain."""
+    """Check for tasks in both training and evaluation, for overfitting and for a fall of held-out success."""
     trained = {record.group for record in run.records}
     splits = {task.partition(":")[0] for task in trained} & set(run.config.evaluation.splits)
     if splits:
@@ -274,7 +274,7 @@ def check_held_out(run: RunData) -> Iterator[Finding]:
 
 
 def check_alarms(run: RunData) -> Iterator[Finding]:
-    """Each alarm of the run, with the steps at which it was raised."""
+    """Yield each alarm of the run, with the steps at which it was raised."""
     for alarm, steps in alarms_by_step(enumerate(run.rows, start=1), run.config.run.alarms.actions):
         rule = alarm.rule
         text = f"{rule.cause}: {alarm.evidence} (at {len(steps)} of {len(run.rows)} steps, last at step {steps[-1]})"

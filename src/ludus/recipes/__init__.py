@@ -1,4 +1,4 @@
-"""Recipes: one folder each, with `config.toml`, a README and `recipe.toml`: what it needs and shows, as measured.
+"""Recipes: one folder each, with `config.toml`, a README and `recipe.toml`, which holds measurements.
 
 `starts_s` was measured once with `ludus train NAME` on two cores without other load; `memory_mb`, the peak until step
 1, with `--run.threads 1`. `learns` is from the README of the recipe or of the project, or from docs/experiments/.
@@ -18,8 +18,8 @@ from ludus.errors import ConfigError, did_you_mean
 class Recipe:
     """A published recipe. `title` is the first line of its README, or its name if the README is missing.
 
-    `starts_s` is the time from the command to the first episodes of step 1, None if not measured. `needs` is what the
-    machine needs otherwise, `learns` what has been measured after training.
+    `starts_s` is the time from the command to the first episodes of step 1, None if not measured; `needs` then states
+    what the recipe requires. `memory_mb` is the peak memory until step 1, `learns` the measured effect of training.
     """
 
     name: str
@@ -42,7 +42,7 @@ class Recipe:
 
 
 def list_recipes() -> list[Recipe]:
-    """All recipes that ship with the package, by name."""
+    """Return the recipes that ship with the package, sorted by name."""
     shelf = Path(str(resources.files("ludus.recipes")))
     folders = sorted(file.parent for file in shelf.glob("*/config.toml"))
     found = []
@@ -56,7 +56,7 @@ def list_recipes() -> list[Recipe]:
 
 
 def recipe_folder(name: str) -> Path:
-    """The folder of the recipe `name`. Raises ConfigError with the nearest names if the recipe is unknown."""
+    """Return the folder of the recipe `name`. Raises ConfigError with the nearest names if the recipe is unknown."""
     recipes = {recipe.name: recipe.folder for recipe in list_recipes()}
     if name in recipes:
         return recipes[name]

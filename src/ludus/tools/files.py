@@ -70,7 +70,7 @@ def text_of(files: Mapping[str, bytes], path: str) -> str:
 
 
 def lines_of(text: str, first: int, last: int | None) -> str:
-    """Return lines `first` to `last` (from 1), with a heading unless they are all lines. ToolError if there are none."""
+    """Return lines `first` to `last` (from 1), with a heading unless these are all. Raises ToolError if none exist."""
     lines = text.split("\n")
     if lines[-1] == "":
         lines.pop()

@@ -75,7 +75,7 @@ def _print_comparison(pairs: Sequence[Pair], args: argparse.Namespace) -> None:
     for a, b in pairs:
         if len(a.result.task_ids) != len(b.result.task_ids):
             sizes = f"{len(a.result.task_ids)} tasks in A and {len(b.result.task_ids)} in B"
-            print_text(console, f"note: {a.name} and {b.name} have {sizes}; those of both are compared", "yellow")
+            print_text(console, f"note: {a.name} and {b.name} have {sizes}; only common tasks are compared", "yellow")
     differing = (text for a, b in pairs for text in comparison.differing_conditions(a.result, b.result))
     for text in dict.fromkeys(differing):
         print_text(console, f"note: {text}", "yellow")
