@@ -95,7 +95,7 @@ def check_rollouts(config: Config, world: World, watch: AuditProgress = NO_PROGR
 
 
 def check_cheats(config: Config, world: World, watch: AuditProgress = NO_PROGRESS) -> None:
-    """Raise ConfigError if cheats earn reward, WorldError if rewards time out repeatedly; skipped if not `env.check`."""
+    """Raise ConfigError if cheats earn reward, WorldError if rewards time out repeatedly. `env.check` enables it."""
     if config.env.check:
         for env, env_config in worlds_in(world, config):
             scoring, seed = ProcessRewardExecutor.of(env_config), env_config.run.seed
