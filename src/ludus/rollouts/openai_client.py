@@ -221,7 +221,7 @@ class OpenAIClient:
         turn: int,
         parser: ToolCallParser | None = None,
     ) -> ChatCompletion | None:
-        """Request turn `turn` (from 0). None: the context is too long. Raises EngineError; UserError: model or key."""
+        """Request turn `turn` (from 0); None if the context is too long. EngineError; UserError: model or key."""
         body = self._body(messages, tools, params)
         async with self._slots:
             response = await self._send_accepted(body)

@@ -57,7 +57,7 @@ class PolicyTokens:
 
 @dataclass(frozen=True, slots=True)
 class ClipRange:
-    """The interval `[1 - eps_low, 1 + eps_high]` of the ratio, and the bound `dual_clip` > 1 (None: none)."""
+    """The interval `[1 - eps_low, 1 + eps_high]` of the ratio, and the bound `dual_clip` > 1 (None: unbounded)."""
 
     eps_low: float = 0.2
     eps_high: float = 0.2

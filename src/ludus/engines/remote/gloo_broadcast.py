@@ -52,7 +52,7 @@ class TensorSpec(BaseModel):
 
 
 class WeightManifest(BaseModel):
-    """The tensors to be sent, in order, and the version that a delta applies to (`base`, None: all weights)."""
+    """The tensors to be sent, in order. `base` is the version that a delta applies to, None if all weights are sent."""
 
     version: int = Field(ge=-1, lt=10**18)
     base: int | None = Field(ge=-1, lt=10**18)

@@ -29,12 +29,12 @@ WAITING_FILE: Final = "waiting.jsonl"
 """File name of episodes waiting for the next step's budget (`rollout.partial`)."""
 
 RequestsOf = Callable[[int, Task, int | None], Sequence[RolloutRequest]]
-"""Return a group's requests by number, task and member count without the greedy one (None: default)."""
+"""Return the requests of a group from its number, task and number of sampled members (None: the configured one)."""
 
 
 @dataclass(frozen=True, slots=True)
 class StreamState:
-    """Pending groups, the number of the next one, and finished greedy episodes that nothing needs any more."""
+    """Pending groups, the number of the next one, and finished greedy episodes that are no longer needed."""
 
     next_number: int = 0
     groups: tuple[StreamedGroup, ...] = ()

@@ -38,7 +38,7 @@ class PreferenceTraining(SupervisedTraining):
     """Training on `pairs`; `running` is the baseline of BCO."""
 
     def __init__(self, session: TrainingSession, folder: RunFolder, gathered: GatheredPairs | None = None) -> None:
-        """Load the pairs of the folder; otherwise store `gathered` (None: gather them) with reference log-probs."""
+        """Load the pairs of the folder. If missing, store `gathered`, or gather pairs, with reference log-probs."""
         self.settings, self.running = session.config.preference, RunningMean()
         file = folder.path / PAIRS_FILE
         if not file.is_file():

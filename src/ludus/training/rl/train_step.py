@@ -218,7 +218,7 @@ def _penalises_kl(algorithm: Algorithm) -> bool:
 def check_samples(
     samples: Sequence[TrainingSample], learner: Learner, version: int | None = None
 ) -> MismatchByLength | None:
-    """Run `check_parity` on the trained samples that `version` generated entirely (None: on all)."""
+    """Run `check_parity` on the trained samples whose tokens are all of `version`, or on all if `version` is None."""
     rows = [
         _sample_row(sample)
         for sample in _trained_samples(samples)

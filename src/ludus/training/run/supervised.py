@@ -40,7 +40,7 @@ class SupervisedTraining(ABC):
         num_steps: int,
         trained: nn.Module | None = None,
     ) -> None:
-        """Restore the newest checkpoint in `folder`, if any. `trained` None: the session's model."""
+        """Restore the newest checkpoint in `folder`, if any. `trained` defaults to the session's model."""
         self.session, self.folder, self.num_steps = session, folder, num_steps
         self._every, self._keep = settings.checkpoint_every, settings.keep_checkpoints
         model, masters = trained or session.model, session.config.model.master_weights
