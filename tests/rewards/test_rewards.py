@@ -137,7 +137,7 @@ def test_success_requires_the_full_value_of_every_outcome():
         ([], "need an outcome with a weight above 0"),
         ([part("short", weight=0.1)], "need an outcome with a weight above 0"),
         ([part("right", weight=0.0, outcome=True)], "need an outcome with a weight above 0"),
-        ([part("right", outcome=True), part("safe", weight=-0.5, outcome=True)], "No reward marks"),
+        ([part("right", outcome=True), part("safe", weight=-0.5, outcome=True)], "The rewards need an outcome"),
         ([part("right", outcome=True), part("right", weight=0.1)], "share a name"),
         ([part("right", outcome=True), part("odd", weight=math.nan)], "'odd' is not a finite"),
         ([part("right", weight=math.inf, outcome=True)], "'right' is not a finite"),

@@ -57,5 +57,5 @@ def test_world_that_writes_its_own_prompts_is_rejected():
         return [Message(role="user", content="Say 40.")]
 
     world = RecordingWorld(hooks={"start": start})
-    with pytest.raises(UserError, match="does not show the prompts of its tasks"):
+    with pytest.raises(UserError, match="does not send the prompts of its tasks"):
         measured(fragile, world=world)
