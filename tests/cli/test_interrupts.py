@@ -13,7 +13,7 @@ import pytest
 
 from ludus.cli import signals
 from ludus.cli.signals import INTERRUPTED, handle_interrupts
-from ludus.cli.training.training_command import describe_interrupt
+from ludus.cli.training.stages import describe_interrupt
 from ludus.training.collection import rollout_collector
 from ludus.training.run.run_dir import RunFolder, list_checkpoints
 from tiny_run import copy_run, ludus

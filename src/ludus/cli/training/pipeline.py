@@ -12,8 +12,7 @@ from pathlib import Path
 from rich.console import Console
 
 from ludus.cli.commands.config import check_plugins
-from ludus.cli.training.stages import STAGES
-from ludus.cli.training.training_command import resume_hint
+from ludus.cli.training.stages import STAGES, resume_hint
 from ludus.cli.ui.terminal import load_libraries, make_console, print_line, print_text
 from ludus.config.changes import changes
 from ludus.config.load import load_config
