@@ -24,32 +24,17 @@ from ludus.envs.base import World
 from ludus.envs.registry import build_world, check_sandbox, closing
 from ludus.envs.task_files import read_text
 from ludus.errors import ConfigError, LudusError, UserError
+from ludus.evaluation import evaluate
 from ludus.evaluation.analysis.cost import TokenPrice, checked_price, measure_cost, read_price
-from ludus.evaluation.evaluate import (
-    Evaluation,
-    EvaluationPlan,
-    SavedEvaluation,
-    check_split,
-    evaluate,
-    evaluation_data,
-    plans,
-    save_or_compare,
-    short_split,
-)
+from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, SavedEvaluation
 from ludus.evaluation.tables import format_sampling, format_temperature
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.openai_client import OpenAIClient, OpenAIClientSettings, TokenUsage, endpoint_chat_factory
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.scheduler import Episode, SamplingPlan, Scheduler, engine_scheduler, scheduler
+from ludus.training.run import run_dir
 from ludus.training.run.preflight import model_path
-from ludus.training.run.run_dir import (
-    RunFolder,
-    is_running,
-    latest_checkpoint,
-    list_checkpoints,
-    new_run,
-    remove_unstarted,
-)
+from ludus.training.run.run_dir import RunFolder
 
 if TYPE_CHECKING:
     from ludus.cli.ui.load_run import LoadedRun
@@ -74,7 +59,7 @@ def evaluate_newest(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     shortcuts = ["--env.settings.access", f'"{args.baseline}"'] if args.baseline else []  # quoted: a bare none unsets
     config = evaluation_config(args, [*shortcuts, *overrides])
     if args.run is not None:
-        latest_checkpoint(RunFolder(args.run))
+        run_dir.latest_checkpoint(RunFolder(args.run))
     elif not args.endpoint:
         check_model_folder(model_path(config))
     announce(f"Building the world {config.env.name} and its tasks ...")
@@ -83,7 +68,7 @@ def evaluate_newest(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     results, saved = asyncio.run(_evaluate(args, config, world, console, price))
     outcomes = [part.name for part in world.rewards if part.outcome]
     print_evaluations(console, results, outcomes)
-    write_result_files(args, list(map(evaluation_data, results)), evaluation_tables(results, outcomes))
+    write_result_files(args, list(map(evaluate.evaluation_data, results)), evaluation_tables(results, outcomes))
     for notice in results[-1].notices:
         print_text(console, notice, "yellow")
     reproducible = config.rollout.reproducible and not args.endpoint
@@ -124,7 +109,7 @@ def check_world(config: Config, baseline: str | None) -> World:
     """Return the world. Raises UserError for an unsupported baseline, an empty split or an unusable sandbox."""
     world = build_world(config.env, config.rollout, config.sandbox)
     for split in config.evaluation.splits:
-        check_split(world, split)
+        evaluate.check_split(world, split)
         if baseline and world.environment(world.tasks(split)[0]).tools:
             text = f"The world {world.name!r} has tools despite env.settings.access = {baseline!r}."
             raise UserError(text, "--baseline is for worlds with that setting, such as `search`.")
@@ -148,16 +133,16 @@ async def _evaluate(
         async with open_backend(args, config, world) as backend, closing(world):
             folder = _result_folder(args, config)
             print_text(console, _headline(args, config, backend))
-            for plan in plans(config, backend.step, policy_name(args)):
+            for plan in evaluate.plans(config, backend.step, policy_name(args)):
                 before = backend.usage()
                 result, episodes = await run_plan(backend, plan, console)
                 after = backend.usage()
                 usage = None if before is None or after is None else after - before
                 cost = measure_cost(episodes, sum(count > 0 for count in result.successes), usage, price)
                 results.append(replace(result, notices=backend.notices(), cost=cost))
-                saved.append(save_or_compare(folder.evaluations, results[-1], episodes, label))
+                saved.append(evaluate.save_or_compare(folder.evaluations, results[-1], episodes, label))
     except LudusError as error:
-        if folder is not None and folder.path != args.run and remove_unstarted(folder):
+        if folder is not None and folder.path != args.run and run_dir.remove_unstarted(folder):
             error.hint = f"{error.hint}\nNo result was saved; the folder {folder.path} was removed."
         raise
     return results, saved
@@ -267,7 +252,7 @@ def _result_folder(args: argparse.Namespace, config: Config) -> RunFolder:
     if (args.out or config.run.dir) and out.config.is_file():
         return out
     settings = config.run.model_copy(update={"dir": args.out or config.run.dir})
-    return new_run(config.model_copy(update={"run": settings}), "eval", "eval")
+    return run_dir.new_run(config.model_copy(update={"run": settings}), "eval", "eval")
 
 
 async def run_plan(backend: EvalBackend, plan: EvaluationPlan, console: Console) -> tuple[Evaluation, list[Episode]]:
@@ -275,11 +260,11 @@ async def run_plan(backend: EvalBackend, plan: EvaluationPlan, console: Console)
     episode_scheduler = backend.scheduler(SamplingPlan("evaluate", plan.temperature, plan.seed))
     tasks = backend.world.tasks(plan.split)
     with bars(console) as progress:
-        if warning := short_split(backend.world, plan.split, plan.num_tasks):
+        if warning := evaluate.short_split(backend.world, plan.split, plan.num_tasks):
             print_text(console, warning)
         name = f"evaluation, {plan.split}, {format_sampling(plan)}"
         bar = progress.add_task(name, total=plan.episodes_of(tasks), numbers="")
-        return await evaluate(episode_scheduler, tasks, plan, lambda _: progress.advance(bar))
+        return await evaluate.evaluate(episode_scheduler, tasks, plan, lambda _: progress.advance(bar))
 
 
 def _verdict_line(saved: SavedEvaluation, reproducible: bool) -> str:
@@ -305,8 +290,8 @@ def follow(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         raise UserError("--follow needs a run.", "Add --run RUN.")
     folder, console, code, last = RunFolder(args.run), make_console(), 0, -1
     while True:
-        running = is_running(folder)  # read first: a checkpoint written before the end is evaluated
-        found = list_checkpoints(folder.checkpoints)
+        running = run_dir.is_running(folder)  # read first: a checkpoint written before the end is evaluated
+        found = run_dir.list_checkpoints(folder.checkpoints)
         if found and found[-1][0] > last:
             last = found[-1][0]
             code = max(code, evaluate_newest(args, overrides))

@@ -12,31 +12,23 @@ from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from pydantic import BaseModel, Field
 from rich.console import Console
 
-from ludus.cli.arguments import check_run, is_recipe, model_settings, recipe_config
+from ludus.cli.arguments import check_run, environment_config, is_recipe, model_settings
 from ludus.cli.evaluate.eval import EvalBackend, open_backend
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import announce, bars, make_console, print_line, print_text
-from ludus.config.load import load_config
 from ludus.config.paths import check_model_folder
 from ludus.config.schema import Config
+from ludus.engines.remote.api_adapters import ModelList
 from ludus.engines.remote.http_client import check_reachable, get_once
 from ludus.envs.base import World
 from ludus.envs.registry import WORLDS, build_world, check_sandbox, closing, plugin_tools
 from ludus.errors import EngineError, LudusError, UserError, WorldError, did_you_mean
+from ludus.evaluation import readiness
 from ludus.evaluation.evaluate import Conditions, Evaluation, EvaluationPlan, check_split, evaluate
 from ludus.evaluation.prompt_search import search_prompt, system_prompt, with_system_prompt
-from ludus.evaluation.readiness import (
-    LIMITS,
-    Alternative,
-    PromptGains,
-    Readiness,
-    alternatives,
-    readiness,
-    suggested_settings,
-)
+from ludus.evaluation.readiness import Alternative, PromptGains, Readiness
 from ludus.evaluation.stats import Interval, paired_difference
 from ludus.evaluation.tables import format_rate, format_success
 from ludus.recipes import list_recipes
@@ -50,14 +42,6 @@ from ludus.training.run.run_dir import RunFolder, latest_checkpoint
 from ludus.types import Message, SamplingParams, Task, Trajectory
 
 _SPLIT = "train"
-
-
-class _ServedModel(BaseModel):
-    id: str
-
-
-class _ServedModels(BaseModel):
-    data: list[_ServedModel] = Field(min_length=1)
 
 
 @dataclass(frozen=True)
@@ -96,14 +80,14 @@ def check_readiness(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     check_numbers(args)
     console = make_console(quiet=args.json)
     args = resolved_model(args)
-    config = environment_config(args, overrides)
+    config = readiness_config(args, overrides)
     learner = learner_cost(args)
     announce(f"Building the world {config.env.name} and its tasks ...")
     world = checked_world(config)
     found, gains, prompt, notices = asyncio.run(_measure(args, config, world, console))
     num, one = config.algorithm.group_size * config.training.prompts_per_step, found.episodes
     learn_s = None if learner is None or one.tokens is None else learner.seconds(one.tokens * num)
-    ways = alternatives(found, config, learn_s, args.price_per_hour, gains)
+    ways = readiness.alternatives(found, config, learn_s, args.price_per_hour, gains)
     command, note = suggested_command(args, found, config, overrides)
     step = {
         "episodes": num,
@@ -139,7 +123,7 @@ def resolved_model(args: argparse.Namespace) -> argparse.Namespace:
     model, endpoint = args.model, None
     if model.startswith(("http://", "https://")):
         endpoint = model.rstrip("/").removesuffix("/chat/completions")
-        model = get_once(endpoint, "/models", _ServedModels).data[0].id
+        model = get_once(endpoint, "/models", ModelList).data[0].id
     elif (Path(model) / "config.toml").is_file() and (Path(model) / "run.json").is_file():
         model = str(latest_checkpoint(RunFolder(Path(model)))[1])
     if endpoint is None:
@@ -147,17 +131,15 @@ def resolved_model(args: argparse.Namespace) -> argparse.Namespace:
     return argparse.Namespace(**vars(args) | {"run": None, "model": model, "endpoint": endpoint, "api_key_file": None})
 
 
-def environment_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
+def readiness_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     """Return the configuration of a recipe, or the defaults with another environment."""
-    sampling = ["--rollout.max_failure_rate", "1.0"]
     shortcuts = [] if args.endpoint else model_settings(args.model, args.target)
-    if is_recipe(args.target):
-        return recipe_config(args.target, [*sampling, *shortcuts], overrides)
-    if args.target not in WORLDS and not args.target.partition(":")[0].endswith(".py"):
+    is_environment = args.target in WORLDS or args.target.partition(":")[0].endswith(".py")
+    if not is_recipe(args.target) and not is_environment:
         names = sorted({*WORLDS, *(one.name for one in list_recipes())})
         hint = f"{did_you_mean(args.target, names)}Known: {', '.join(names)}; files end in .toml or .py."
         raise UserError(f"Unknown environment {args.target!r}.", hint)
-    return load_config(None, ["--env.name", args.target, *sampling, *shortcuts, *overrides])
+    return environment_config(args.target, ["--rollout.max_failure_rate", "1.0", *shortcuts, *overrides])
 
 
 def checked_world(config: Config) -> World:
@@ -199,7 +181,7 @@ async def _measure(
         if text is not None:
             pairs = [(t, t if system_prompt(t) == text else with_system_prompt(t, text)) for t in held_out]
             gains = replace(gains, optimised=await _gain(args, config, world, pairs, console))
-    return readiness(result, tried, seconds), gains, text, notices
+    return readiness.readiness(result, tried, seconds), gains, text, notices
 
 
 async def _gain(
@@ -260,7 +242,7 @@ def suggested_command(
     args: argparse.Namespace, found: Readiness, config: Config, overrides: Sequence[str]
 ) -> tuple[str, str]:
     """Return a `ludus train` command and a note about its requirements ("" if none)."""
-    settings = suggested_settings(found, config)
+    settings = readiness.suggested_settings(found, config)
     recipe, note = args.target, ""
     if not is_recipe(recipe):
         recipe = f"{Path(recipe.partition(':')[0]).stem}.toml"
@@ -285,7 +267,7 @@ def print_report(console: Console, report: ReadinessReport, config: Config) -> N
     console.print(make_table(columns, shares, "Usable groups: neither all solved nor all failed"))
     console.print(_length_table(found, config))
     for reason, share in one.stopped.items():
-        print_text(console, f"{share:.1%} of the episodes end with {reason}; raise {LIMITS[reason]}.")
+        print_text(console, f"{share:.1%} of the episodes end with {reason}; raise {readiness.LIMITS[reason]}.")
     invalid = f"{one.unknown:.1%} unknown tools, {one.unparsed:.1%} not parsed"
     print_text(console, f"Tools: {one.calls_per_episode:.2f} calls per episode, {one.errors:.1%} errors ({invalid}).")
     for name, num in one.dead.items():

@@ -14,17 +14,8 @@ from ludus.cli.ui.terminal import make_console, print_line
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import UserError
-from ludus.evaluation.analysis.behavior import (
-    AMOUNTS,
-    MEASURES,
-    RETRIEVAL_TOOLS,
-    Amount,
-    AttemptedTask,
-    ByTask,
-    mean_amount,
-    measure_behavior,
-    paired_change,
-)
+from ludus.evaluation.analysis import behavior
+from ludus.evaluation.analysis.behavior import RETRIEVAL_TOOLS, Amount, AttemptedTask, ByTask
 from ludus.evaluation.comparison import StoredEvaluation, load_stored, newest_evaluations
 from ludus.evaluation.tables import format_rate
 from ludus.rewards.base import success
@@ -96,12 +87,12 @@ def measure_file(file: Path, world: World) -> dict[str, ByTask]:
                 for path in record.trajectory.attempts():
                     yield AttemptedTask(path, success(world.rewards, path), answers, retrieves)
 
-    return measure_behavior(attempts())
+    return behavior.measure_behavior(attempts())
 
 
 def _behavior_table(found: Behavior) -> FittedTable:
-    means = [(name, mean_amount(name, values)) for name, values in found.items() if values]
-    rows = [(name, format_amount(name, one), one.num_tasks, MEASURES[name]) for name, one in means]
+    means = [(name, behavior.mean_amount(name, values)) for name, values in found.items() if values]
+    rows = [(name, format_amount(name, one), one.num_tasks, behavior.MEASURES[name]) for name, one in means]
     columns = ("measure", "mean", TableColumn("tasks", 1), TableColumn("counts", 2, wrap=True))
     return make_table(columns, rows, "Behavior, with 95 % intervals over tasks")
 
@@ -109,28 +100,28 @@ def _behavior_table(found: Behavior) -> FittedTable:
 def _change_table(a: Behavior, b: Behavior) -> FittedTable:
     rows = []
     for name, change in _changes(a, b).items():
-        means = (format_amount(name, mean_amount(name, one[name])) for one in (a, b))
+        means = (format_amount(name, behavior.mean_amount(name, one[name])) for one in (a, b))
         rows.append((name, *means, format_amount(name, change, sign="+"), change.num_tasks))
     columns = ("measure", TableColumn("A", 2), TableColumn("B", 2), "B - A", TableColumn("tasks", 1))
     return make_table(columns, rows, "Behavior, with 95 % intervals over tasks; differences over common tasks")
 
 
 def _changes(a: Behavior, b: Behavior) -> dict[str, Amount]:
-    changes = ((name, paired_change(name, a[name], b[name])) for name in MEASURES)
+    changes = ((name, behavior.paired_change(name, a[name], b[name])) for name in behavior.MEASURES)
     return {name: change for name, change in changes if change is not None}
 
 
 def format_amount(name: str, one: Amount, sign: str = "") -> str:
     """Format a mean with its interval: shares in per cent, amounts with one decimal."""
-    kind = f"{sign},.1f" if name in AMOUNTS else f"{sign}.1%"
+    kind = f"{sign},.1f" if name in behavior.AMOUNTS else f"{sign}.1%"
     return format(one.value, kind) if one.interval is None else format_rate(one.value, one.interval, kind)
 
 
 def _behavior_data(found: Sequence[Behavior], files: Sequence[Path]) -> dict[str, object]:
     runs = []
-    for behavior, file in zip(found, files, strict=True):
-        known = {name: values for name, values in behavior.items() if values}
-        means = {name: _data("mean", mean_amount(name, values)) for name, values in known.items()}
+    for own, file in zip(found, files, strict=True):
+        known = {name: values for name, values in own.items() if values}
+        means = {name: _data("mean", behavior.mean_amount(name, values)) for name, values in known.items()}
         measures = {name: means[name] | {"by_task": dict(values)} for name, values in known.items()}
         runs.append({"file": str(file), "measures": measures})
     data: dict[str, object] = {"runs": runs}

@@ -14,16 +14,8 @@ from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import UserError
-from ludus.evaluation.analysis.contamination import (
-    COPIED,
-    SIMILARITY_NGRAM,
-    NamedText,
-    NgramIndex,
-    SourceOverlap,
-    dialogue_text,
-    nearest_tasks,
-    task_text,
-)
+from ludus.evaluation.analysis import contamination
+from ludus.evaluation.analysis.contamination import COPIED, NamedText, NgramIndex, SourceOverlap
 from ludus.evaluation.comparison import newest_evaluations
 from ludus.evaluation.evaluate import Evaluation, check_split
 from ludus.evaluation.stats import rates_difference
@@ -50,7 +42,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     tasks = [task for task in world.tasks(split) if result is None or task.id in result.scores]
     if not tasks:
         raise UserError(f"The tasks of the evaluation are not in the split {split!r}.", "Was the world changed?")
-    texts = list(map(task_text, tasks))
+    texts = list(map(contamination.task_text, tasks))
     indices = [NgramIndex(texts, n) for n in dict.fromkeys(args.ngrams)]
     found: list[SourceOverlap] = []
     for name, source in training_texts(folder, config, world, args.dialogues).items():
@@ -60,7 +52,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
             for overlap in overlaps:
                 overlap.add(text)
         found += overlaps
-    nearest = nearest_tasks(NgramIndex(texts, SIMILARITY_NGRAM), _task_texts(world))
+    nearest = contamination.nearest_tasks(NgramIndex(texts, contamination.SIMILARITY_NGRAM), _task_texts(world))
     tables, console = [_source_table(split, found), _example_table(tasks, found, nearest)], make_console()
     for table in tables:
         console.print(table)
@@ -80,7 +72,7 @@ def training_texts(folder: RunFolder, config: Config, world: World, most: int) -
         found["training dialogues"] = _dialogue_texts(config, world, most)
     if files := sorted(folder.rollouts.glob("step-*.jsonl.gz")):
         found["training rollouts"] = (
-            NamedText(f"{file.name[:11]}, {record.trajectory.name}", dialogue_text(path.messages))
+            NamedText(f"{file.name[:11]}, {record.trajectory.name}", contamination.dialogue_text(path.messages))
             for file in files
             for record in read_rollouts(file)
             for path in record.trajectory.attempts()
@@ -89,7 +81,7 @@ def training_texts(folder: RunFolder, config: Config, world: World, most: int) -
 
 
 def _task_texts(world: World) -> Iterator[NamedText]:
-    return (NamedText(task.id, task_text(task)) for task in world.tasks("train"))
+    return (NamedText(task.id, contamination.task_text(task)) for task in world.tasks("train"))
 
 
 def _dialogue_texts(config: Config, world: World, most: int) -> Iterator[NamedText]:
@@ -99,7 +91,7 @@ def _dialogue_texts(config: Config, world: World, most: int) -> Iterator[NamedTe
 
     count = min(most, config.sft.steps * config.sft.batch_size)
     for number, (one, _) in enumerate(islice(dialogues(config, world), count), 1):
-        text = one.text if isinstance(one, FileText) else dialogue_text(one.messages)
+        text = one.text if isinstance(one, FileText) else contamination.dialogue_text(one.messages)
         yield NamedText(f"dialogue {number}", text)
 
 
