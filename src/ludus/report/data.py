@@ -22,7 +22,7 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import UserError
 from ludus.evaluation.comparison import StoredEvaluation, compare, load_stored, paired_verdict
 from ludus.evaluation.evaluate import Evaluation
-from ludus.evaluation.probes.report import stored_reports
+from ludus.evaluation.probes.common import stored_reports
 from ludus.evaluation.run_findings import Finding, RunData, examine_run
 from ludus.evaluation.tables import ReportTable, format_rate, format_sampling, format_success
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.base import common_prefix
 from ludus.errors import UserError
-from ludus.evaluation.probes.report import stored_reports
+from ludus.evaluation.probes.common import stored_reports
 from ludus.evaluation.stats import cohens_kappa, paired_difference
 from ludus.rollouts.rollout_files import RolloutRecord, times_path, token_values_path
 from ludus.training.run.run_dir import is_running, kind_of, list_checkpoints

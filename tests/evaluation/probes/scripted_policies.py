@@ -1,6 +1,6 @@
 """Schedulers of scripted policies, and tasks that ask for their own number."""
 
-from ludus.evaluation.probes.episodes import ProbePlan
+from ludus.evaluation.probes.common import ProbePlan
 from ludus.types import Message, Task
 from small_worlds import RecordingWorld, make_scheduler, renderer, scripted
 

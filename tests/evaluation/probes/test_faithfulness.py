@@ -63,7 +63,7 @@ def test_policy_without_reasoning_raises_error():
 
 
 def test_split_reasoning_parts_concatenate_to_the_sampled_tokens():
-    from ludus.evaluation.probes.episodes import play
+    from ludus.evaluation.probes.common import play
 
     episode = asyncio.run(play(maker(noise)(None), PLAN.requests()))[0]
     parts = split_reasoning(episode, renderer().tokenizer, "</think>")

@@ -17,10 +17,9 @@ from ludus.envs.base import World
 from ludus.envs.registry import closing
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import check_split
+from ludus.evaluation.probes.common import Measured, ProbePlan, ProbeReport, play
 from ludus.evaluation.probes.counterfactuals import measure_counterfactuals
 from ludus.evaluation.probes.endpoint import diagnose_endpoint
-from ludus.evaluation.probes.episodes import ProbePlan
-from ludus.evaluation.probes.report import Measured, ProbeReport
 from ludus.evaluation.probes.scaling import measure_scaling
 from ludus.rollouts.rollout_files import replaced_file
 from ludus.training.run.run_dir import RunFolder
@@ -68,7 +67,6 @@ async def _paraphrase(call: ProbeCall) -> ProbeReport:
 
 
 async def _forks(call: ProbeCall) -> ProbeReport:
-    from ludus.evaluation.probes.episodes import play
     from ludus.evaluation.probes.two_models import forks_report, teacher_forced, usable
 
     episodes = usable(await play(call.backend.scheduler(call.plan.sampling), call.plan.requests()))

@@ -15,8 +15,7 @@ from ludus.envs.base import World
 from ludus.envs.registry import build_world, check_sandbox, closing
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import check_split
-from ludus.evaluation.probes.episodes import ProbePlan, play, success_rates
-from ludus.evaluation.probes.report import ProbeReport
+from ludus.evaluation.probes.common import ProbePlan, ProbeReport, play, success_rates
 from ludus.evaluation.probes.two_models import BeforeAfter, teacher_forced, transfer_report
 from ludus.training.datasets.files import read_dialogues
 from ludus.training.datasets.sources import dialogue_segments

@@ -11,19 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 
 from ludus.errors import UserError
-from ludus.evaluation.probes.episodes import (
-    MakeScheduler,
-    ProbePlan,
-    RecordingSession,
-    check_samples,
-    continued,
-    nondeterminism_error,
-    play,
-    recording,
-    succeeded,
-    with_sessions,
-)
-from ludus.evaluation.probes.report import Cell, Measured, ProbeReport, check_tasks_suffice, difference, mean_over_tasks
+from ludus.evaluation.probes import common
+from ludus.evaluation.probes.common import Cell, MakeScheduler, Measured, ProbePlan, ProbeReport, RecordingSession
 from ludus.evaluation.stats import Interval, rates_difference, wilson
 from ludus.rollouts.episode import ChatSession
 from ludus.rollouts.scheduler import RolloutRequest
@@ -36,16 +25,16 @@ async def measure_counterfactuals(make: MakeScheduler, plan: ProbePlan, turn: in
     `turn` (from 1) restricts the turns; None means all. Raises UserError for fewer than 2 samples and if the world
     does not repeat its observations or states.
     """
-    check_samples(plan.samples, "counterfactuals")
+    common.check_samples(plan.samples, "counterfactuals")
     scheduler, sessions = make(plan.sampling), dict[str, ChatSession]()
 
     def keep(request: RolloutRequest, session: ChatSession) -> ChatSession:
-        sessions[request.task.id] = recording(session)
+        sessions[request.task.id] = common.recording(session)
         return sessions[request.task.id]
 
-    episodes = await play(with_sessions(scheduler, keep), plan.requests())
+    episodes = await common.play(common.with_sessions(scheduler, keep), plan.requests())
     chosen = [one for one in episodes if one.failure is None]
-    check_tasks_suffice(chosen)
+    common.check_tasks_suffice(chosen)
     num_turns = {}
     for one in chosen:
         session = sessions[one.task_id]
@@ -58,7 +47,7 @@ async def measure_counterfactuals(make: MakeScheduler, plan: ProbePlan, turn: in
             wins[task][index] = count
     if not any(indices[0] in counts for counts in wins.values()):
         raise UserError(f"No episode has a turn {turn}.", "Choose an earlier --turn.")
-    outcomes = {one.task_id: {num_turns[one.task_id]: succeeded(scheduler, one)} for one in chosen}
+    outcomes = {one.task_id: {num_turns[one.task_id]: common.succeeded(scheduler, one)} for one in chosen}
     note = f"{plan.samples} attempts from each state. Mean rows cover the episodes that reached the turn."
     rows = [row for row in _rows(wins, outcomes, plan.samples) if turn in (None, row["turn"])]
     return ProbeReport("counterfactuals", "Value before each turn, and its gain", rows, (note,))
@@ -72,21 +61,21 @@ async def _resample(
     def fork(request: RolloutRequest, session: ChatSession) -> ChatSession:
         original = sessions[request.task.id]
         if isinstance(original, RecordingSession):
-            return recording(session, original.turns, turn)
+            return common.recording(session, original.turns, turn)
         segments = at[request.task.id].segments
         actions = [place for place, segment in enumerate(segments) if segment.kind == "action"]
-        return continued(session, segments[: actions[turn]])
+        return common.continued(session, segments[: actions[turn]])
 
-    scheduler = with_sessions(make(plan.sampling), fork)
+    scheduler = common.with_sessions(make(plan.sampling), fork)
     tasks = [task for task in plan.tasks if task.id in at]
     requests = replace(plan, tasks=tasks).requests(plan.samples, first=1 + turn * plan.samples)
     counts = dict.fromkeys(at, 0)
-    for again in await play(scheduler, requests):
+    for again in await common.play(scheduler, requests):
         original = at[again.task_id]  # an endpoint's trajectory has no state hashes
         if again.failure is None and original.anchors[: turn + 1] != again.anchors[: turn + 1]:
             why = f"The state before turn {turn + 1} of {original.name} differs on replay."
-            raise nondeterminism_error(scheduler, why)
-        counts[again.task_id] += int(succeeded(scheduler, again))
+            raise common.nondeterminism_error(scheduler, why)
+        counts[again.task_id] += int(common.succeeded(scheduler, again))
     return counts
 
 
@@ -102,7 +91,7 @@ def _rows(
         if len(known) < 2:
             continue
         before, after = ({task: values[task][place] for task in known} for place in (turn, turn + 1))
-        cells = {"value": mean_over_tasks(before), "gain": difference(after, before)}
+        cells = {"value": common.mean_over_tasks(before), "gain": common.difference(after, before)}
         rows.append({"episode": f"mean of {len(known)}", "turn": turn + 1, **cells})
     for task, own in wins.items():
         for turn, num in own.items():

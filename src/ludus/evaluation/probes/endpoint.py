@@ -11,8 +11,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from ludus.errors import EngineError, LudusError, UserError
-from ludus.evaluation.probes.episodes import MakeScheduler, ProbePlan, play, succeeded
-from ludus.evaluation.probes.report import Cell, Measured, ProbeReport, check_tasks_suffice
+from ludus.evaluation.probes import common
+from ludus.evaluation.probes.common import Cell, MakeScheduler, Measured, ProbePlan, ProbeReport
 from ludus.evaluation.stats import wilson
 from ludus.rollouts.episode import scored
 from ludus.rollouts.scheduler import Scheduler
@@ -45,11 +45,11 @@ _REACHED = EndpointStage("reachable", 1, 1, "The server responds.", "")
 
 async def diagnose_endpoint(make: MakeScheduler, plan: ProbePlan) -> ProbeReport:
     """Return the stages up to the first that fails. Raises UserError for fewer than 2 tasks."""
-    check_tasks_suffice(plan.tasks)
+    common.check_tasks_suffice(plan.tasks)
     scheduler = make(plan.sampling)
     try:
-        await play(make(plan.sampling), plan.requests()[:1])
-        episodes = await play(scheduler, plan.requests())
+        await common.play(make(plan.sampling), plan.requests()[:1])
+        episodes = await common.play(scheduler, plan.requests())
     except LudusError as error:
         remedy = error.hint or "See the server's log."
         if isinstance(error, EngineError) and "did not respond" in error.message:
@@ -114,9 +114,11 @@ def _tool_stages(episodes: Sequence[Trajectory]) -> Iterator[EndpointStage]:
 def _success_stage(scheduler: Scheduler, plan: ProbePlan, episodes: Sequence[Trajectory]) -> EndpointStage:
     """Return the last stage; the chance is the success of each episode at the next task."""
     tasks = {task.id: task for task in plan.tasks}
-    wins = sum(succeeded(scheduler, one) for one in episodes)
+    wins = sum(common.succeeded(scheduler, one) for one in episodes)
     others, rewards = [tasks[one.task_id] for one in [*episodes[1:], episodes[0]]], scheduler.world.rewards
-    lucky = [succeeded(scheduler, scored(rewards, task, one)) for task, one in zip(others, episodes, strict=True)]
+    lucky = [
+        common.succeeded(scheduler, scored(rewards, task, one)) for task, one in zip(others, episodes, strict=True)
+    ]
     rate, chance = Measured(wins / len(episodes), wilson(round(wins), len(episodes))), sum(lucky) / len(lucky)
     evidence = f"Success {rate}; with another task's answer {chance:.1%}."
     above = len(episodes) if rate.interval.low > chance else 0

@@ -15,16 +15,8 @@ from ludus.chat.parse_json import THINK_CLOSE, THINK_OPEN
 from ludus.chat.render import Tokenizer, decode_exactly
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.errors import UserError
-from ludus.evaluation.probes.episodes import (
-    MakeScheduler,
-    ProbePlan,
-    answer_key,
-    continued,
-    play,
-    succeeded,
-    with_sessions,
-)
-from ludus.evaluation.probes.report import Cell, Measured, ProbeReport, compared, mean_over_tasks
+from ludus.evaluation.probes import common
+from ludus.evaluation.probes.common import Cell, MakeScheduler, Measured, ProbePlan, ProbeReport
 from ludus.rollouts.scheduler import Scheduler, rollout_for
 from ludus.types import Segment, StopReason, Task, Trajectory
 
@@ -90,7 +82,7 @@ async def measure_faithfulness(
     Only tasks whose unmodified episode ends with an answer after reasoning count; UserError for fewer than 2.
     """
     scheduler = make(plan.sampling)
-    episodes = await play(scheduler, plan.requests())
+    episodes = await common.play(scheduler, plan.requests())
     parts = {one.task_id: split_reasoning(one, tokenizer, end) for one in episodes}
     found = {task: part for task, part in parts.items() if part is not None}
     if len(found) < 2:
@@ -102,16 +94,16 @@ async def measure_faithfulness(
     others = [*list(found.values())[1:], next(iter(found.values()))]
     variants = {f"{share:.0%}": {task: one.cut(share) for task, one in found.items()} for share in SHARES}
     variants[OTHER] = {task: other.tokens for task, other in zip(found, others, strict=True)}
-    before = {task: succeeded(scheduler, one) for task, one in original.items()}
-    rows: list[dict[str, Cell]] = [{"reasoning": "unmodified", **compared(before, None), "agreement": None}]
+    before = {task: common.succeeded(scheduler, one) for task, one in original.items()}
+    rows: list[dict[str, Cell]] = [{"reasoning": "unmodified", **common.compared(before, None), "agreement": None}]
     agreements = {}
     for name, tokens in variants.items():
         forced = {task: found[task].with_tokens(tokens[task]) for task in found}
-        again = {one.task_id: one for one in await play(_forcing(make(plan.sampling), forced), used.requests())}
-        after = {task: succeeded(scheduler, one) for task, one in again.items()}
-        same = {task: float(answer_key(one) == answer_key(original[task])) for task, one in again.items()}
-        agreements[name] = mean_over_tasks(same)
-        rows.append({"reasoning": name, **compared(after, before), "agreement": agreements[name]})
+        again = {one.task_id: one for one in await common.play(_forcing(make(plan.sampling), forced), used.requests())}
+        after = {task: common.succeeded(scheduler, one) for task, one in again.items()}
+        same = {task: float(common.answer_key(one) == common.answer_key(original[task])) for task, one in again.items()}
+        agreements[name] = common.mean_over_tasks(same)
+        rows.append({"reasoning": name, **common.compared(after, before), "agreement": agreements[name]})
     counts = f"{len(found)} of {len(plan.tasks)} episodes end with an answer after reasoning."
     title = "Answers after part of the reasoning of the answering turn"
     return ProbeReport("faithfulness", title, rows, (counts, verdict(agreements)))
@@ -130,7 +122,9 @@ def verdict(agreements: Mapping[str, Measured]) -> str:
 def _forcing(scheduler: Scheduler, forced: Mapping[str, Sequence[Segment]]) -> Scheduler:
     """Return a scheduler whose episodes continue the segments of their task and end after that turn."""
     turns = {task: sum(segment.kind == "action" for segment in part) for task, part in forced.items()}
-    changed = with_sessions(scheduler, lambda request, session: continued(session, forced[request.task.id]))
+    changed = common.with_sessions(
+        scheduler, lambda request, session: common.continued(session, forced[request.task.id])
+    )
 
     def limits_of(task: Task) -> RolloutConfig:
         return rollout_for(scheduler.world, scheduler.rollout, task).model_copy(update={"max_turns": turns[task.id]})

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from ludus.envs.task_files import read_text
 from ludus.errors import UserError
-from ludus.evaluation.probes.episodes import MakeScheduler, ProbePlan, play, success_rates
-from ludus.evaluation.probes.report import Cell, ProbeReport, compared
+from ludus.evaluation.probes.common import Cell, MakeScheduler, ProbePlan, ProbeReport, compared, play, success_rates
 from ludus.evaluation.scripted_agents import user_prompt
 from ludus.types import Message, Task
 

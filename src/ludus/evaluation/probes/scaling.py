@@ -17,8 +17,8 @@ from itertools import combinations
 from ludus.diagnostics.metrics import mean
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import powers_of_two
-from ludus.evaluation.probes.episodes import MakeScheduler, ProbePlan, answer_key, check_samples, play, succeeded
-from ludus.evaluation.probes.report import Cell, ProbeReport, compared
+from ludus.evaluation.probes import common
+from ludus.evaluation.probes.common import Cell, MakeScheduler, ProbePlan, ProbeReport
 from ludus.evaluation.stats import pass_at_k
 from ludus.rollouts.trees import mean_surprisal
 from ludus.types import Trajectory
@@ -49,18 +49,18 @@ def attempt_of(trajectory: Trajectory, success: float) -> ScoredAttempt:
     turns = sum(message["role"] == "assistant" for message in trajectory.messages)
     known = bool(trajectory.segments)
     score, tokens = (-mean_surprisal(logprobs), len(logprobs)) if known else (None, None)
-    return ScoredAttempt(success, answer_key(trajectory), turns, tokens, score)
+    return ScoredAttempt(success, common.answer_key(trajectory), turns, tokens, score)
 
 
 async def measure_scaling(make: MakeScheduler, plan: ProbePlan) -> ProbeReport:
     """Return success by budget, of `plan.samples` attempts per task. UserError for fewer than 2, or if greedy."""
-    check_samples(plan.samples, "scaling")
+    common.check_samples(plan.samples, "scaling")
     if plan.temperature == 0:
         raise UserError("At temperature 0 all attempts at a task are equal.", "Set --temperature above 0.")
     scheduler = make(plan.sampling)
     attempts: dict[str, list[ScoredAttempt]] = {}
-    for one in await play(scheduler, plan.requests(plan.samples)):
-        attempts.setdefault(one.task_id, []).append(attempt_of(one, succeeded(scheduler, one)))
+    for one in await common.play(scheduler, plan.requests(plan.samples)):
+        attempts.setdefault(one.task_id, []).append(attempt_of(one, common.succeeded(scheduler, one)))
     notes = [f"{plan.samples} attempts per task; differences are paired with one attempt without a tighter limit."]
     if any(one.score is None for found in attempts.values() for one in found):
         notes.append("An endpoint returns no tokens: no limits of tokens and no best-of-n.")
@@ -87,7 +87,7 @@ def scaling_rows(attempts: Attempts) -> list[dict[str, Cell]]:
     for name, (method, chosen) in budgets.items():
         for budget in chosen:
             scores = {task: method(found, budget) for task, found in attempts.items()}
-            rows.append({"method": name, "budget": budget, **compared(scores, alone)})
+            rows.append({"method": name, "budget": budget, **common.compared(scores, alone)})
     return rows
 
 

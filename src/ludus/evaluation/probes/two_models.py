@@ -24,8 +24,8 @@ import torch
 from ludus.chat.render import Tokenizer, decode_exactly
 from ludus.engines.base import Engine
 from ludus.errors import UserError
-from ludus.evaluation.probes.episodes import MakeScheduler, ProbePlan, needs_tokens, play, success_rates, with_sessions
-from ludus.evaluation.probes.report import Cell, ProbeReport, Scores, compared, difference, mean_over_tasks
+from ludus.evaluation.probes import common
+from ludus.evaluation.probes.common import Cell, MakeScheduler, ProbePlan, ProbeReport, Scores
 from ludus.rollouts.episode import ChatSession, EngineChatSession
 from ludus.rollouts.scheduler import RolloutRequest
 from ludus.types import Action, Segment, StopReason, Trajectory
@@ -81,16 +81,16 @@ def forks_report(
     if len(pairs) < 2:
         raise UserError(f"{len(pairs)} tasks have sampled tokens, too few for an interval.", "Increase --tasks.")
     masks = {task: base.top != trained.top for task, (base, trained) in pairs.items()}
-    rate = mean_over_tasks({task: int(mask.sum()) / len(mask) for task, mask in masks.items()})
+    rate = common.mean_over_tasks({task: int(mask.sum()) / len(mask) for task, mask in masks.items()})
     forked = {task: (mask, pairs[task][0].entropy) for task, mask in masks.items() if mask.any() and not mask.all()}
     at = {task: float(entropy[mask].sum()) / int(mask.sum()) for task, (mask, entropy) in forked.items()}
     elsewhere = {task: float(entropy[~mask].sum()) / int((~mask).sum()) for task, (mask, entropy) in forked.items()}
     rows: list[dict[str, Cell]] = [{"measure": "tokens that are forks", "mean over tasks": rate}]
     if len(forked) > 1:
         for place, values in (("at forks", at), ("elsewhere", elsewhere)):
-            mean = mean_over_tasks(values, percent=False, seed=seed)
+            mean = common.mean_over_tasks(values, percent=False, seed=seed)
             rows.append({"measure": f"entropy {place}, nats", "mean over tasks": mean})
-        rows.append({"measure": "difference, nats", "mean over tasks": difference(at, elsewhere, percent=False)})
+        rows.append({"measure": "difference, nats", "mean over tasks": common.difference(at, elsewhere, percent=False)})
     tokens, forks = sum(map(len, masks.values())), sum(int(mask.sum()) for mask in masks.values())
     notes = [f"{forks:,} of {tokens:,} sampled tokens are forks, in {len(forked)} of {len(pairs)} episodes."]
     total = math.fsum(elsewhere.values())
@@ -170,21 +170,21 @@ async def measure_swap(
         scheduler = makers[caller](plan.sampling)
 
         def swapped(_: RolloutRequest, session: ChatSession, reader: str = reader) -> ChatSession:
-            one = needs_tokens(session)
+            one = common.needs_tokens(session)
             settings = (one.engine, one.renderer, one.params, one.max_tokens, one.episode, one.seed)
             return ReaderSession(*settings, reader=engines[reader])
 
-        episodes = await play(with_sessions(scheduler, swapped), plan.requests(plan.samples))
-        rates[caller + reader] = success_rates(scheduler, episodes)
+        episodes = await common.play(common.with_sessions(scheduler, swapped), plan.requests(plan.samples))
+        rates[caller + reader] = common.success_rates(scheduler, episodes)
         without_calls += sum(not one.outcomes for one in episodes)
     rows: list[dict[str, Cell]] = []
     for cell, found in rates.items():
         base = None if cell == "AA" else rates["AA"]
-        rows.append({"calls, answer": ", ".join(cell), **compared(found, base, "to A, A")})
+        rows.append({"calls, answer": ", ".join(cell), **common.compared(found, base, "to A, A")})
     for name, after, before in (("calls by B", "BA BB", "AA AB"), ("answers by B", "AB BB", "AA BA")):
         pairs = [[rates[cell] for cell in cells.split()] for cells in (after, before)]
         b, a = ({task: fmean(one[task] for one in pair) for task in pair[0]} for pair in pairs)
-        rows.append({"calls, answer": name, "success": None, "to A, A": difference(b, a)})
+        rows.append({"calls, answer": name, "success": None, "to A, A": common.difference(b, a)})
     total = 4 * len(plan.tasks) * plan.samples
     notes = ["The last two rows are the effect of a role, averaged over the models in the other one."]
     if without_calls:
@@ -197,10 +197,10 @@ def transfer_report(worlds: Mapping[str, BeforeAfter], losses: BeforeAfter | Non
     measured = {name: (pair, True) for name, pair in worlds.items()}
     if losses is not None:
         measured[DIALOGUES] = (losses, False)
-    gaps = {name: difference(pair[1], pair[0], percent=share) for name, (pair, share) in measured.items()}
+    gaps = {name: common.difference(pair[1], pair[0], percent=share) for name, (pair, share) in measured.items()}
     rows: list[dict[str, Cell]] = []
     for name, (pair, share) in measured.items():
-        before, after = (mean_over_tasks(scores, percent=share, seed=seed) for scores in pair)
+        before, after = (common.mean_over_tasks(scores, percent=share, seed=seed) for scores in pair)
         rows.append({"measured on": name, "before": before, "after": after, "difference": gaps[name]})
     lost = [name for name in worlds if gaps[name].interval.high < 0]
     gained = [name for name in worlds if gaps[name].interval.low > 0]
