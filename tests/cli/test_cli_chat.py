@@ -5,7 +5,7 @@ import io
 
 import pytest
 
-from ludus.cli.serving.chat import ChatRepl, ReplyPart
+from ludus.cli.serving.chat import ChatRepl
 from ludus.cli.ui.load_run import LoadedRun
 from ludus.cli.ui.transcripts import shorten
 from ludus.config import load_config
@@ -28,12 +28,16 @@ def dialogue(script, world=None, **settings):
     return ChatRepl(LoadedRun(session, 0, engine), 0.0), engine
 
 
+def into(parts):
+    return lambda *part: parts.append(part)
+
+
 def ask(dialogue, *questions):
     """The parts that each question brings about."""
     shown = []
     for question in questions:
         parts = []
-        asyncio.run(dialogue.send(question, parts.append))
+        asyncio.run(dialogue.send(question, into(parts)))
         shown.append(parts)
     return shown
 
@@ -43,10 +47,10 @@ def test_reply_parts_are_shown_in_order():
     talk, _ = dialogue(script)
     assert ask(talk, "What does pear cost?") == [
         [
-            ReplyPart("thinking", "Look."),
-            ReplyPart("call", 'look {"item": "pear"}'),
-            ReplyPart("tool", f"look: pear costs {PRICES['pear']}"),
-            ReplyPart("answer", PRICES["pear"]),
+            ("thinking", "Look."),
+            ("call", 'look {"item": "pear"}'),
+            ("tool", f"look: pear costs {PRICES['pear']}"),
+            ("answer", PRICES["pear"]),
         ]
     ]
 
@@ -54,11 +58,11 @@ def test_reply_parts_are_shown_in_order():
 def test_failed_and_malformed_calls_are_marked():
     script = [f"Hm. {call('look', item='moon')}", "<tool_call>\n{nonsense}\n</tool_call>", "I give up."]
     (parts,) = ask(dialogue(script)[0], "What does the moon cost?")
-    assert [part.kind for part in parts] == ["text", "call", "tool", "malformed call", "tool", "answer"]
-    assert parts[0].text == "Hm."
-    assert parts[2].text.startswith("look (raised): ")
-    assert parts[3].text == "<tool_call>\n{nonsense}\n</tool_call>"
-    assert parts[4].text.startswith("no tool (malformed): Error: ")
+    assert [kind for kind, _ in parts] == ["text", "call", "tool", "malformed call", "tool", "answer"]
+    assert parts[0][1] == "Hm."
+    assert parts[2][1].startswith("look (raised): ")
+    assert parts[3][1] == "<tool_call>\n{nonsense}\n</tool_call>"
+    assert parts[4][1].startswith("no tool (malformed): Error: ")
 
 
 def test_follow_up_question_extends_the_previous_token_sequence():
@@ -89,8 +93,8 @@ def test_after_the_last_turn_the_tools_answer_is_seen_with_the_next_question():
     look = call("look", item="pear")
     talk, engine = dialogue([look, look, "ok"], max_turns=2)
     first, second = ask(talk, "What does pear cost?", "Well?")
-    assert first[-1] == ReplyPart("end", "No answer within rollout.max_turns turns.")
-    assert second == [ReplyPart("answer", "ok")]
+    assert first[-1] == ("end", "No answer within rollout.max_turns turns.")
+    assert second == [("answer", "ok")]
     text = tokenizer().decode(engine.requests[2].token_ids)
     assert text.count(f"pear costs {PRICES['pear']}") == 2
     assert text.index("Well?") > text.rindex("pear costs")
@@ -100,8 +104,8 @@ def test_a_retry_answers_the_last_question_again_after_the_same_dialogue():
     talk, engine = dialogue(["3", "4", "5", "6"])
     ask(talk, "What does pear cost?", "And the plum?")
     parts = []
-    asyncio.run(talk.retry(parts.append))
-    assert parts == [ReplyPart("answer", "3")]
+    asyncio.run(talk.retry(into(parts)))
+    assert parts == [("answer", "3")]
     _, second, third = engine.requests
     assert third.token_ids == second.token_ids
     assert third.episode != second.episode
@@ -116,7 +120,7 @@ def test_a_retry_answers_the_last_question_again_after_the_same_dialogue():
 def test_retry_of_first_question_restarts_dialogue_with_new_seed():
     talk, engine = dialogue(["3", "4"])
     ask(talk, "What does pear cost?")
-    asyncio.run(talk.retry([].append))
+    asyncio.run(talk.retry(lambda *part: None))
     first, second = engine.requests
     assert second.token_ids == first.token_ids
     assert second.params.seed != first.params.seed
@@ -141,8 +145,8 @@ def test_long_tool_results_are_shortened_to_their_first_lines():
 def test_a_dialogue_that_cannot_continue_restarts(script, settings, kinds, end):
     talk, _ = dialogue(script, **settings)
     (parts,) = ask(talk, "What does pear cost?")
-    assert [part.kind for part in parts] == kinds
-    assert parts[-1].text.startswith(end)
+    assert [kind for kind, _ in parts] == kinds
+    assert parts[-1][1].startswith(end)
     assert talk.is_new
 
 
@@ -152,18 +156,15 @@ def test_a_full_context_is_reported_and_the_dialogue_restarts():
     ask(talk, "What does pear cost?")
     full = len(engine.requests[1].token_ids)
     talk, _ = dialogue(script, max_seq_len=full, max_tokens_per_turn=60)
-    assert ask(talk, "What does pear cost?")[0][-1] == ReplyPart("end", "The dialogue is full (rollout.max_seq_len).")
+    assert ask(talk, "What does pear cost?")[0][-1] == ("end", "The dialogue is full (rollout.max_seq_len).")
     assert talk.is_new
     talk, _ = dialogue(script, max_seq_len=full + 1, max_tokens_per_turn=60)
-    assert ask(talk, "What does pear cost?")[0][-1].kind != "call"
+    assert ask(talk, "What does pear cost?")[0][-1][0] != "call"
 
 
 def test_a_turn_without_text_is_shown_as_empty():
     talk, _ = dialogue(["", "3"])
-    assert ask(talk, "What?", "Well?") == [
-        [ReplyPart("end", "The model returned an empty answer.")],
-        [ReplyPart("answer", "3")],
-    ]
+    assert ask(talk, "What?", "Well?") == [[("end", "The model returned an empty answer.")], [("answer", "3")]]
 
 
 def test_failing_world_raises_world_error_with_its_message():

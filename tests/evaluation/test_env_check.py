@@ -351,14 +351,19 @@ def card_of(made):
     return {row.name: row for row in scorecard(check_world(made, PLAN), PLAN)}
 
 
+def share_of(row):
+    part, whole = re.match(r"(\d+) of (\d+)", row.found).groups()
+    return VerdictShare(int(part), int(whole))
+
+
 def test_sound_world_scorecard_has_expected_values():
     card = card_of(world(exact))
     assert card["truth"].found == "str (8 tasks)"
-    assert card["distinct tasks"].share == VerdictShare(8, 8)  # the spelled words are no names
+    assert share_of(card["distinct tasks"]) == VerdictShare(8, 8)  # the spelled words are no names
     for name in ("stability, graded again", "stability, replayed"):
-        assert card[name].share == VerdictShare(0, 152)  # all agents but two have something to do
+        assert share_of(card[name]) == VerdictShare(0, 152)  # all agents but two have something to do
     assert card["outcome"].found == "two values at most"
-    assert card["saturation"].share == VerdictShare(1, 8)  # by the majority answer
+    assert share_of(card["saturation"]) == VerdictShare(1, 8)  # by the majority answer
     assert float(card["speed"].found.split()[0]) > 0
     alone, together = re.findall(r"[\d,]+(?= episodes/s| with)", card["parallelism"].found)
     assert "0" not in (alone, together)
@@ -369,8 +374,8 @@ def test_scorecard_detects_random_and_graded_verdicts():
 
     counter = itertools.count()
     card = card_of(world(lambda task, trajectory: (next(counter) % 7) / 6))
-    assert card["stability, graded again"].share.value == 1
-    assert card["stability, replayed"].share.part > 0
+    assert share_of(card["stability, graded again"]).value == 1
+    assert share_of(card["stability, replayed"]).part > 0
     assert card["outcome"].found == "graded, 7 values seen"
 
 
@@ -392,7 +397,8 @@ def test_check_tries_accepted_answer_spellings_and_paraphrases_of_the_world():
         (ParaphrasingWorld, strict, VerdictShare(1, 3)),
     ):
         rewards = [Reward("right", reward, outcome=True)]
-        assert card_of(kind("city", {"train": [made]}, (), rewards, show=show))["paraphrases"].share == found
+        card = card_of(kind("city", {"train": [made]}, (), rewards, show=show))
+        assert share_of(card["paraphrases"]) == found
 
 
 def test_alternative_solutions_are_checked():
@@ -406,7 +412,7 @@ def test_alternative_solutions_are_checked():
     made = Task("t", (Message(role="user", content="Where?"),), ExpectedAnswers(("NYC",)))
     rewards = [Reward("right", exact_match, outcome=True)]
     card = card_of(AlternativesWorld("city", {"train": [made]}, (), rewards, show=show))
-    assert card["paraphrases"].share == VerdictShare(2, 3)
+    assert share_of(card["paraphrases"]) == VerdictShare(2, 3)
 
 
 @pytest.mark.parametrize(
@@ -550,7 +556,7 @@ def test_check_regrades_verdicts_made_by_the_environment(monkeypatch, verdicts, 
     plain = world(reported)
     made = JudgedWorld(plain.name, plain.task_lists, plain.tools, plain.rewards)
     card = card_of(made)
-    unstable = card["stability, graded again"].share
+    unstable = share_of(card["stability, graded again"])
     assert unstable.whole == EPISODES
     assert (unstable.part > EPISODES // 3) is bool(num)
     assert float(card["speed"].found.split()[0]) > 9

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from functools import cache
 from importlib import resources
 from operator import attrgetter
-from typing import Final, Literal, NotRequired, TypedDict
+from typing import Final, Literal
 
 from ludus.config.schema import Config
 from ludus.diagnostics.alarms import alarms_by_step
@@ -71,7 +71,7 @@ class Finding:
     severity: Severity
     text: str
     remedy: str
-    explains: tuple[str, ...] = ()
+    explains: Sequence[str] = ()
     follows_from: str = ""
 
 
@@ -88,27 +88,17 @@ def examine_run(run: RunData) -> list[Finding]:
     return sorted(found, key=lambda one: (bool(one.follows_from), SEVERITIES.index(one.severity)))
 
 
-class _Rule(TypedDict):
-    topic: str
-    severity: Severity
-    text: str
-    remedy: str
-    explains: NotRequired[list[str]]
-
-
 @cache
-def _rules() -> Mapping[str, _Rule]:
-    rules: Mapping[str, _Rule] = tomllib.loads(
-        resources.files(__package__).joinpath("findings.toml").read_text("utf-8")
-    )
-    return rules
+def _templates() -> Mapping[str, Finding]:
+    found = tomllib.loads(resources.files(__package__).joinpath("findings.toml").read_text("utf-8"))
+    return {name: Finding(**one) for name, one in found.items()}
 
 
 def _finding(name: str, **values: object) -> Finding:
     """Return a finding of `findings.toml` with the values in its text."""
-    rule = _rules()[name]
-    text, remedy = (rule[part].format_map(values) for part in ("text", "remedy"))
-    return Finding(rule["topic"], rule["severity"], text, remedy, tuple(rule.get("explains", ())))
+    template = _templates()[name]
+    text, remedy = (part.format_map(values) for part in (template.text, template.remedy))
+    return replace(template, text=text, remedy=remedy)
 
 
 def check_limits(run: RunData) -> Iterator[Finding]:

@@ -50,13 +50,12 @@ class VerdictShare:
 
 @dataclass(frozen=True, slots=True)
 class ScorecardRow:
-    """A property of a verifier, its measurement, mark, and the reason unless the mark is `pass`; `share` if counted."""
+    """A property of a verifier, its measurement, mark, and the reason unless the mark is `pass`."""
 
     name: str
     found: str
     mark: Mark = "pass"
     why: str = ""
-    share: VerdictShare | None = None
 
 
 def _row(name: str, found: str, why: str, *, fails: bool = False, doubtful: bool = False) -> ScorecardRow:
@@ -101,8 +100,7 @@ def _distinct(tasks: Sequence[Task]) -> ScorecardRow:
     share = VerdictShare(len({form_of(user_prompt(task)) for task in tasks}), len(tasks))
     alike = f"The prompts of {share.whole:,} tasks differ only in names and numbers."
     found = f"{share} without identifiers, names and numbers"
-    row = _row("distinct tasks", found, alike, doubtful=share.whole >= 50 and share.part < 5)
-    return replace(row, share=share)
+    return _row("distinct tasks", found, alike, doubtful=share.whole >= 50 and share.part < 5)
 
 
 def _saturation(report: CheckReport) -> ScorecardRow:
@@ -112,7 +110,7 @@ def _saturation(report: CheckReport) -> ScorecardRow:
     found = f"{share} tasks solved by null, idle, echo or the majority answer"
     many = share.value > 0.5 and share.whole >= MIN_TRIALS
     easy = f"Agents without tools and skill solve {share} tasks."
-    return replace(_row("saturation", found, easy, fails=many, doubtful=share.value > 0.25), share=share)
+    return _row("saturation", found, easy, fails=many, doubtful=share.value > 0.25)
 
 
 def form_of(text: str) -> str:
@@ -281,15 +279,15 @@ def problems_in(rows: Sequence[ScorecardRow]) -> list[str]:
 
 def _noise(what: str, changed: VerdictShare, which: str) -> ScorecardRow:
     why = f"The verifier is not stable: the reward of {changed} {which} changes."
-    row = _row(what, f"{changed} {which} change", why, fails=changed.value > 0.05, doubtful=changed.part > 0)
-    return replace(row, share=changed)
+    return _row(what, f"{changed} {which} change", why, fails=changed.value > 0.05, doubtful=changed.part > 0)
 
 
 def _accepts(what: str, accepted: VerdictShare, empty: str, which: str) -> ScorecardRow:
     why = f"The verifier rejects {accepted.whole - accepted.part} of {accepted.whole} correct {which}."
     few = accepted.value < MIN_ACCEPTED and accepted.whole >= MIN_TRIALS
-    row = _row(what, f"{accepted} accepted", why, fails=few, doubtful=accepted.value < 0.9)
-    return replace(row, share=accepted) if accepted.whole else ScorecardRow(what, empty, share=accepted)
+    if not accepted.whole:
+        return ScorecardRow(what, empty)
+    return _row(what, f"{accepted} accepted", why, fails=few, doubtful=accepted.value < 0.9)
 
 
 def wrong_answers_row(accepted: VerdictShare) -> ScorecardRow:
@@ -297,7 +295,7 @@ def wrong_answers_row(accepted: VerdictShare) -> ScorecardRow:
     what, found = "wrong answers near the truth", f"{accepted} accepted" if accepted.whole else "none available"
     why = f"The verifier accepts {accepted} wrong answers near the correct one (negated, cut, other numbers)."
     many = accepted.value > 0.1 and accepted.whole >= MIN_TRIALS
-    return replace(_row(what, found, why, fails=many, doubtful=accepted.part > 0), share=accepted)
+    return _row(what, found, why, fails=many, doubtful=accepted.part > 0)
 
 
 def errors_row(paraphrased: VerdictShare, rewritten: VerdictShare, corrupted: VerdictShare) -> ScorecardRow:

@@ -97,9 +97,9 @@ def target_config(target: str, world: str | None, overrides: Sequence[str]) -> t
 def chat(repl: ChatRepl, console: Console, runner: asyncio.Runner) -> None:
     """Answer questions until an empty line, /exit or the end of the input."""
 
-    def show(part: ReplyPart) -> None:
-        text = f"[{part.kind}] {part.text}"
-        print_text(console, shorten(text, console.width) if part.kind == "tool" else text, STYLES[part.kind])
+    def show(kind: PartKind, part: str) -> None:
+        text = f"[{kind}] {part}"
+        print_text(console, shorten(text, console.width) if kind == "tool" else text, STYLES[kind])
 
     interactive = sys.stdin.isatty()
 
@@ -143,15 +143,8 @@ def command_lines(command: str, repl: ChatRepl) -> list[str]:
     return [f"Unknown command {command}. /help lists the commands."]
 
 
-@dataclass(frozen=True, slots=True)
-class ReplyPart:
-    """A part of a reply, for display."""
-
-    kind: PartKind
-    text: str
-
-
-OnPart = Callable[[ReplyPart], None]
+OnPart = Callable[[PartKind, str], None]
+"""Shows a part of a reply: its kind and its text."""
 
 
 @dataclass
@@ -211,7 +204,7 @@ class ChatRepl:
             with world_errors("The environment's close raised"):
                 await environment.close()
         if stop is not StopReason.ANSWERED:
-            on_part(ReplyPart("end", _STOP_TEXTS[stop]))
+            on_part("end", _STOP_TEXTS[stop])
         if stop in _FINAL:
             self.restart()
 
@@ -242,8 +235,8 @@ class ChatRepl:
             action = await session.act()
             if isinstance(action, StopReason):
                 return action
-            for part in _reply_parts(action):
-                on_part(part)
+            for kind, text in _reply_parts(action):
+                on_part(kind, text)
             if action.finish_reason == "length":
                 return StopReason.TRUNCATED
             if not (action.calls or action.errors or action.message["content"].strip()):
@@ -251,7 +244,7 @@ class ChatRepl:
             with world_errors("The environment's step raised"):
                 result = await environment.step(action)
             for outcome in result.outcomes:
-                on_part(ReplyPart("tool", outcome_text(outcome)))
+                on_part("tool", outcome_text(outcome))
             if result.done:
                 return StopReason.ANSWERED
             if turn == turns:
@@ -261,16 +254,16 @@ class ChatRepl:
         return StopReason.MAX_TURNS
 
 
-def _reply_parts(action: Action) -> Iterator[ReplyPart]:
+def _reply_parts(action: Action) -> Iterator[tuple[PartKind, str]]:
     if thought := action.message.get("reasoning_content", ""):
-        yield ReplyPart("thinking", thought)
+        yield "thinking", thought
     text = action.message["content"]
     for error in action.errors:
         text = text.replace(error.text, "")
     if text := text.strip():
         unfinished = action.calls or action.errors or action.finish_reason == "length"
-        yield ReplyPart("text" if unfinished else "answer", text)
+        yield "text" if unfinished else "answer", text
     for call in calls(action.message):
-        yield ReplyPart("call", call)
+        yield "call", call
     for error in action.errors:
-        yield ReplyPart("malformed call", error.text)
+        yield "malformed call", error.text
