@@ -1,9 +1,9 @@
 """Alarms: problems that the metrics of a run show, each with cause, evidence, remedy and action.
 
 An alarm is a function of the metrics of all steps so far, oldest first, that returns its evidence, or an empty text.
-The decorator `alarm` registers it; texts, limits and the default action are in `alarms.toml` under its name. An alarm
-that compares one metric with a limit needs no function. A metric that is absent raises no alarm. `echo_trap` is the
-rule of RAGEN (arXiv:2504.20073); the other limits are ours.
+`alarms.toml` lists the alarms by the names of the functions in this module, with texts, limits and the default action.
+An alarm that compares one metric with a limit needs no function. A metric that is absent raises no alarm. `echo_trap`
+is the rule of RAGEN (arXiv:2504.20073); the other limits are ours.
 """
 
 from __future__ import annotations
@@ -83,15 +83,6 @@ class Alarm:
         return {"step": step, "alarm": self.name, **texts, "remedy": self.rule.remedy}
 
 
-_CHECKS: dict[str, Check] = {}
-
-
-def alarm(check: Check) -> Check:
-    """Register an alarm under the name of its function."""
-    _CHECKS[check.__name__] = check
-    return check
-
-
 @cache
 def rules() -> Mapping[str, Rule]:
     """Return the rules by the name of their alarm, in the order of `alarms.toml`."""
@@ -105,7 +96,7 @@ def find_alarms(history: History, actions: Mapping[str, AlarmAction] = {}) -> li
     found = []
     for name, rule in rules().items() if history else ():
         action = actions.get(name, rule.action)
-        check = partial(_above, name=rule.metric) if rule.metric else _CHECKS[name]
+        check: Check = partial(_above, name=rule.metric) if rule.metric else globals()[name]
         if action != "off" and (evidence := check(history, **rule.limits)):
             found.append(Alarm(name, evidence, replace(rule, action=action)))
     return found
@@ -176,13 +167,11 @@ def in_each_of(steps: int) -> str:
 # Rewards and groups
 
 
-@alarm
 def non_finite(history: History) -> str:
     """NaN or infinite metrics."""
     return ", ".join(name for name, value in history[-1].items() if not math.isfinite(value))
 
 
-@alarm
 def echo_trap(history: History, *, steps: int, first: int, fraction: float) -> str:
     """Reward deviation within groups stays below a fraction of its mean in the first steps with successes."""
     base = [row[GROUP_STD] for row in history if row.get(SUCCESS, 0.0) > 0 and GROUP_STD in row][:first]
@@ -192,7 +181,6 @@ def echo_trap(history: History, *, steps: int, first: int, fraction: float) -> s
     return f"{GROUP_STD} is {values[-1]:.3g}, and was {fmean(base):.3g} in the first {first} steps with successes"
 
 
-@alarm
 def echo_trap_early(history: History, *, steps: int, first: int, fraction: float) -> str:
     """Standard deviation in groups and entropy are both below a fraction of their means over the first steps."""
     falls = []
@@ -204,7 +192,6 @@ def echo_trap_early(history: History, *, steps: int, first: int, fraction: float
     return " and ".join(falls)
 
 
-@alarm
 def held_out_zero(history: History, *, evaluations: int, limit: float) -> str:
     """Held-out success was above the limit once and is below it in the last evaluations."""
     name, found = _evaluations(history)
@@ -215,7 +202,6 @@ def held_out_zero(history: History, *, evaluations: int, limit: float) -> str:
     return f"{name} is below {limit:g} in the last {evaluations} evaluations, and was {max(values):.3g}"
 
 
-@alarm
 def held_out_drop(history: History, *, evaluations: int, drop: float) -> str:
     """Held-out success is below its best evaluation in the last ones, by more than the error of both allows."""
     name, found = _evaluations(history)
@@ -233,7 +219,6 @@ def _half_width(row: Row, name: str) -> float:
     return (row.get(f"{bounds}/high", 0.0) - row.get(f"{bounds}/low", 0.0)) / 2
 
 
-@alarm
 def zero_reward(history: History, *, steps: int) -> str:
     """All rewards are 0, of the run or of a world of a mixture."""
     of_worlds = [name for name in history[-1] if name.startswith("env/") and name.endswith("/reward_std")]
@@ -250,7 +235,6 @@ def zero_reward(history: History, *, steps: int) -> str:
     return ""
 
 
-@alarm
 def equal_rewards(history: History, *, steps: int, limit: float) -> str:
     """All groups have equal rewards, and rewards are the only source of the loss."""
     now, values = history[-1], last_values(history, EQUAL, steps)
@@ -261,14 +245,12 @@ def equal_rewards(history: History, *, steps: int, limit: float) -> str:
     return f"the policy loss is exactly 0, and the tasks are {why or f'{easy} or {hard}'}"
 
 
-@alarm
 def few_differences(history: History, *, steps: int, limit: float) -> str:
     """Most groups have equal rewards for long."""
     values = last_values(history, EQUAL, steps)
     return f"{fmean(values):.0%} of the groups of the last {steps} steps" if values and limit < min(values) < 1 else ""
 
 
-@alarm
 def uniform_failure(history: History, *, steps: int, solved: float) -> str:
     """Success falls to exactly 0 from above `solved`."""
     values = last_values(history, SUCCESS, steps)
@@ -278,7 +260,6 @@ def uniform_failure(history: History, *, steps: int, solved: float) -> str:
     return f"{SUCCESS} was up to {before:.2f}, and is exactly 0 in the last {steps} steps"
 
 
-@alarm
 def success_drop(history: History, *, steps: int, fraction: float, solved: float) -> str:
     """Mean success over the last steps is at most a fraction of its best mean over as many earlier steps.
 
@@ -305,12 +286,10 @@ def _without_gain(history: History, *, name: str, steps: int, first: int, factor
     return f"{name} rose from {base:.3g} to {values[-1]:.3g}; {SUCCESS} went from {solved:.2f} to {fmean(now):.2f}"
 
 
-_CHECKS.update(
-    {"length_explosion": partial(_without_gain, name=_LENGTH), "tool_overuse": partial(_without_gain, name=_CALLS)}
-)
+length_explosion: Check = partial(_without_gain, name=_LENGTH)
+tool_overuse: Check = partial(_without_gain, name=_CALLS)
 
 
-@alarm
 def truncation(history: History, *, steps: int, limit: float) -> str:
     """Episodes reach a token limit."""
     shares = [_cut_share(row) for row in history[-steps:]]
@@ -321,7 +300,6 @@ def _cut_share(row: Row) -> float:
     return sum(row.get(f"episode/stop/{reason}", 0.0) for reason in (StopReason.TRUNCATED, StopReason.MAX_TOKENS))
 
 
-@alarm
 def long_episodes(history: History, *, steps: int, turns: float, solved: float) -> str:
     """Many turns, one reward, low success."""
     lengths, success = last_values(history, "turns/mean", steps), last_values(history, SUCCESS, steps)
@@ -330,7 +308,6 @@ def long_episodes(history: History, *, steps: int, turns: float, solved: float) 
     return f"turns/mean is {lengths[-1]:.1f}, {SUCCESS} {success[-1]:.2f}"
 
 
-@alarm
 def tool_errors(history: History, *, steps: int, limit: float) -> str:
     """Failed calls."""
     now, name = history[-1], "tools/error_rate"
@@ -341,7 +318,6 @@ def tool_errors(history: History, *, steps: int, limit: float) -> str:
     return f"{values[-1]:.0%} of the calls, most often {worst} ({kinds[worst]:.0%} of all calls)"
 
 
-@alarm
 def dead_tool(history: History, *, steps: int, calls: int) -> str:
     """A tool whose calls all fail."""
     tools = (name.split("/")[1] for name in history[-1] if name.startswith("tools/") and name.endswith("/calls"))
@@ -352,7 +328,6 @@ def dead_tool(history: History, *, steps: int, calls: int) -> str:
     return ""
 
 
-@alarm
 def tool_starvation(history: History, *, steps: int, first: int, fraction: float, calls: float) -> str:
     """Calls per episode fall to a fraction of those of the first steps."""
     base, values = first_mean(history, _CALLS, first, steps), last_values(history, _CALLS, steps)
@@ -361,7 +336,6 @@ def tool_starvation(history: History, *, steps: int, first: int, fraction: float
     return f"{_CALLS} fell from {base:.2f} to {values[-1]:.2f}"
 
 
-@alarm
 def few_strategies(history: History, *, steps: int, first: int, fraction: float) -> str:
     """The number of distinct sequences of tools falls to a fraction of that of the first steps, or to 1."""
     name = "tools/sequences"
@@ -374,7 +348,6 @@ def few_strategies(history: History, *, steps: int, first: int, fraction: float)
 # Rewards against success
 
 
-@alarm
 def shaping_only(history: History, *, window: int, rise: float, gain: float, solved: float) -> str:
     """A reward part rises and success does not, over the whole run."""
     if len(history) < 2 * window:
@@ -391,7 +364,6 @@ def shaping_only(history: History, *, window: int, rise: float, gain: float, sol
     return ""
 
 
-@alarm
 def judge_drift(history: History, *, steps: int, first: int, drop: float) -> str:
     """A judge agrees less with the verifier than in the first steps."""
     for name in history[-1]:
@@ -408,7 +380,6 @@ def _means(rows: History) -> dict[str, float]:
     return {name: fmean([row.get(name, 0.0) for row in rows]) for name in names}
 
 
-@alarm
 def reward_hacking(history: History, *, evaluations: int, rise: float, drop: float) -> str:
     """Held-out success is below its best evaluation, with disjoint intervals, while the training reward is above."""
     name, found = _evaluations(history)
@@ -424,7 +395,6 @@ def reward_hacking(history: History, *, evaluations: int, rise: float, drop: flo
     return f"{name} fell from {solved:.2f} to {found[-1][1]:.2f}; {rose}"
 
 
-@alarm
 def entropy_collapse(history: History, *, steps: int, limit: float) -> str:
     """Entropy stays near 0. Steps without training have no entropy and raise no alarm."""
     values = last_values(history, ENTROPY, steps)
@@ -433,7 +403,6 @@ def entropy_collapse(history: History, *, steps: int, limit: float) -> str:
     return f"{ENTROPY} is {values[-1]:.4g} nats per token, below {limit:g}{in_each_of(steps)}"
 
 
-@alarm
 def template_collapse(history: History, *, steps: int, first: int, fraction: float, chance: float) -> str:
     """Reasoning does not depend on the prompt, in measurements with enough prompts."""
     found, expected = (last_values(history, COLLAPSE + name, steps) for name in ("retrieval_1", "chance"))
@@ -448,7 +417,6 @@ def template_collapse(history: History, *, steps: int, first: int, fraction: flo
     return f"{name} fell from {base:.3g} to {values[-1]:.3g} nats per token"
 
 
-@alarm
 def exploration_ended(history: History, *, steps: int, limit: float) -> str:
     """Most groups have a low sampled entropy: dropped groups do not count in the trained entropy."""
     values = last_values(history, "groups/low_entropy", steps)
@@ -457,7 +425,6 @@ def exploration_ended(history: History, *, steps: int, limit: float) -> str:
     return f"in {values[-1]:.0%} of the groups; {history[-1].get(EQUAL, 0.0):.0%} have equal rewards"
 
 
-@alarm
 def entropy_explosion(history: History, *, steps: int, first: int, factor: float, rise: float) -> str:
     """Entropy is far above that of the first steps."""
     base, values = first_mean(history, ENTROPY, first, steps), last_values(history, ENTROPY, steps)
@@ -466,7 +433,6 @@ def entropy_explosion(history: History, *, steps: int, first: int, factor: float
     return f"{ENTROPY} rose from {base:.3g} to {values[-1]:.3g} nats per token"
 
 
-@alarm
 def kl_jump(history: History, *, steps: int, window: int, factor: float, floor: float) -> str:
     """The KL is above a multiple of its maximum over the `window` steps before, raised by their slope."""
     before, values = last_values(history[:-steps], _KL, window), last_values(history, _KL, steps)
@@ -479,7 +445,6 @@ def kl_jump(history: History, *, steps: int, window: int, factor: float, floor: 
     return f"{_KL} is {values[-1]:.3g} nats per token; the {window} steps before predict {expected[-1]:.3g}"
 
 
-@alarm
 def kl_rate(history: History, *, steps: int, first: int, limit: float) -> str:
     """In the first steps of a run, the KL is above `limit` times the number of updates before."""
     values = [(num, row[_KL]) for num, row in enumerate(history) if _KL in row][-steps:]
@@ -490,7 +455,6 @@ def kl_rate(history: History, *, steps: int, first: int, limit: float) -> str:
     return f"{_KL} is {values[-1][1]:.3g} nats per token after {values[-1][0]} steps, more than {limit:g} per step"
 
 
-@alarm
 def gradient_spike(history: History, *, steps: int, window: int, factor: float) -> str:
     """The gradient norm is a multiple of its median over the `window` steps before."""
     name = "optim/grad_norm"
@@ -500,7 +464,6 @@ def gradient_spike(history: History, *, steps: int, window: int, factor: float) 
     return f"{name} is {values[-1]:.3g}; its median over {window} steps was {median(before):.3g}"
 
 
-@alarm
 def inert_clip(history: History, *, steps: int) -> str:
     """No token is clipped although the ratios differ from 1."""
     clipped, ratios = (last_values(history, f"policy/{name}", steps) for name in ("clip_fraction", "ratio_max"))
@@ -509,7 +472,6 @@ def inert_clip(history: History, *, steps: int) -> str:
     return f"policy/clip_fraction is 0{in_each_of(steps)}; ratios reach {max(ratios):.3f}"
 
 
-@alarm
 def zero_gradient(history: History, *, steps: int) -> str:
     """Loss and gradient are 0 although groups have different rewards."""
     values = last_values(history, "loss/total", steps) + last_values(history, "optim/grad_norm", steps)
@@ -519,7 +481,6 @@ def zero_gradient(history: History, *, steps: int) -> str:
     return f"loss/total and optim/grad_norm are 0{in_each_of(steps)}"
 
 
-@alarm
 def critic(history: History, *, steps: int, limit: float) -> str:
     """The explained variance of the critic stays at or below the limit."""
     name = "critic/explained_variance"
@@ -527,7 +488,6 @@ def critic(history: History, *, steps: int, limit: float) -> str:
     return f"{name} is {values[-1]:.3g}{in_each_of(steps)}" if values and max(values) <= limit else ""
 
 
-@alarm
 def mismatch(history: History, *, steps: int, limit: float) -> str:
     """Log-probabilities of learner and engine differ in on-policy steps."""
     if history[-1].get(MEAN_AGE, 0.0) > 0:  # expected with older weights
@@ -536,7 +496,6 @@ def mismatch(history: History, *, steps: int, limit: float) -> str:
     return f"{values[-1]:.4g} nats per token, above {limit:g}" if values and min(values) > limit else ""
 
 
-@alarm
 def mismatch_by_length(history: History, *, steps: int, factor: float, floor: float) -> str:
     """The log-probability difference between learner and engine is larger at later positions."""
     buckets = [name for name in history[-1] if name.startswith(f"{LOGPROB_GAP}/")]
@@ -549,7 +508,6 @@ def mismatch_by_length(history: History, *, steps: int, factor: float, floor: fl
     return f"{late[-1]:.3g} nats per token at positions {last}, {early[-1]:.3g} at {first}"
 
 
-@alarm
 def mismatch_by_probability(history: History, *, steps: int, factor: float, floor: float) -> str:
     """The difference is large in one bin of the engine's probability, compared with all tokens, in on-policy steps."""
     overall = last_values(history, LOGPROB_GAP, steps)
