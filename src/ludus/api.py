@@ -19,7 +19,7 @@ from pathlib import Path
 from threading import get_ident
 from typing import TYPE_CHECKING, ParamSpec, TypeVar
 
-from ludus.cli.arguments import check_run, model_settings, policy_config
+from ludus.cli.arguments import model_settings, policy_config
 from ludus.config.load import config_from_toml, load_config, setting_words
 from ludus.config.schema import Config
 from ludus.config.toml import to_toml
@@ -228,8 +228,22 @@ def train(
     `settings` are tables by section: `training={"steps": 20}`. Raises UserError and its subclasses for settings that
     a user can fix.
     """
+    from ludus.cli.commands.config import check_plugins
+    from ludus.cli.ui.progress import train_policy
+    from ludus.cli.ui.terminal import make_console, silence_libraries
+    from ludus.training.rl.validate import open_validated_session
+    from ludus.training.run.preflight import check_new_run
+
     config, world = _resolve(source, tasks, reward, settings)
-    return _train(config, world, source if isinstance(source, str) else None, progress)
+    recipe = source if isinstance(source, str) else None
+    silence_libraries()
+    check_plugins(config)
+    check_new_run(config, "rl")
+    session = open_validated_session(config, world=world)
+    folder = new_run(config, Path(recipe or config.env.name).stem, "rl", recipe)
+    with lock_run(folder):
+        train_policy(config, folder, session, make_console(quiet=not progress))
+    return Run(folder.path)
 
 
 @outside_loop
@@ -273,7 +287,7 @@ def rollout(
 
 def load(path: str | Path) -> Run:
     """Return the run in a folder. Raises UserError if it is not a run folder."""
-    check_run(RunFolder(Path(path)))
+    RunFolder(Path(path)).check()
     return Run(Path(path))
 
 
@@ -307,23 +321,6 @@ def _resolve(
         world, changes = AgentWorld.of(source, tasks, reward), {"name": "agent", "check": False}
     config = configuration(None, **settings)
     return config.model_copy(update={"env": config.env.model_copy(update=changes)}), world
-
-
-def _train(config: Config, world: World | None, recipe: str | None, progress: bool) -> Run:
-    from ludus.cli.commands.config import check_plugins
-    from ludus.cli.ui.progress import train_policy
-    from ludus.cli.ui.terminal import make_console, silence_libraries
-    from ludus.training.rl.validate import open_validated_session
-    from ludus.training.run.preflight import check_new_run
-
-    silence_libraries()
-    check_plugins(config)
-    check_new_run(config, "rl")
-    session = open_validated_session(config, world=world)
-    folder = new_run(config, Path(recipe or config.env.name).stem, "rl", recipe)
-    with lock_run(folder):
-        train_policy(config, folder, session, make_console(quiet=not progress))
-    return Run(folder.path)
 
 
 def _with_model(

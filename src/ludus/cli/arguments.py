@@ -54,18 +54,9 @@ def raise_first(*checks: tuple[object, str, str]) -> None:
             raise UserError(message, hint)
 
 
-def check_run(folder: RunFolder) -> None:
-    """Raise UserError unless the folder is a run folder."""
-    if not folder.path.exists():
-        raise UserError(f"{folder.path} does not exist.", "Check the path; runs are under runs/.")
-    if not folder.config.is_file():
-        raise UserError(f"{folder.path} is not a run folder: it has no config.toml.", "Name the folder of a run.")
-    folder.check_config()
-
-
 def run_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
     """Return the configuration of a run with overrides."""
-    check_run(folder)
+    folder.check()
     return load_config(folder.config, overrides)
 
 

@@ -350,8 +350,8 @@ def evaluation_data(result: Evaluation) -> dict[str, object]:
     if result.notices:
         data["notices"] = list(result.notices)
     if result.cost is not None:
-        cost = result.cost
-        data["cost"] = {"total": dict(cost.totals), "per_task": cost.per_task(), "per_solved_task": cost.per_solved()}
+        per_task, per_solved_task = map(result.cost.per, (result.cost.num_tasks, result.cost.num_solved))
+        data["cost"] = {"total": dict(result.cost.totals), "per_task": per_task, "per_solved_task": per_solved_task}
     return data
 
 

@@ -95,12 +95,7 @@ def sampling(result: Evaluation) -> str:
 def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
     """Return the runs of the folders. Raises UserError for a folder that is not a run folder or is named twice."""
     for path in folders:
-        if path.is_file():
-            raise UserError(f"{path} is a file, not a run folder.", "Name the folder of a run.")
-        if not path.exists():
-            raise UserError(f"{path} does not exist.", "Check the path; runs are under runs/.")
-        if not (path / "config.toml").is_file():
-            raise UserError(f"{path} is not a run folder: it has no config.toml.", "Name the folder of a run.")
+        RunFolder(path).check()
     if len({path.resolve() for path in folders}) < len(folders):
         raise UserError("A run is named twice.", "Name each run once.")
     names = [path.resolve().name for path in folders]
@@ -113,7 +108,6 @@ def read_runs(folders: Sequence[Path]) -> list[ReportedRun]:
 
 def _read_one(path: Path, name: str) -> ReportedRun:
     folder = RunFolder(path)
-    folder.check_config()
     config = load_config(folder.config)
     metrics: dict[int, dict[str, float]] = {}
     rows = read_metrics(folder.metrics) if folder.metrics.is_file() else []

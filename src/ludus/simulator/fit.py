@@ -140,8 +140,7 @@ def fit(folders: Sequence[RunFolder]) -> FittedCosts:
 
 def run_config(folder: RunFolder) -> Config:
     """Return the configuration of a run. Raises UserError if the folder has none."""
-    if not folder.config.is_file():
-        raise UserError(f"{folder.path} is not a run folder: it has no config.toml.", "Check the path.")
+    folder.check()
     return load_config(folder.config, ())
 
 

@@ -71,9 +71,9 @@ def test_totals_are_divided_by_tasks_and_by_solved_tasks():
     cost = measure_cost(EPISODES, 3, price=TokenPrice(1.0, 10.0))
     totals = {"prompt_tokens": 8 * 9, "completion_tokens": 8 * 3, "calls": 8, "turns": 16, "seconds": 16.0}
     assert cost == EvaluationCost(4, 3, totals | {"money": pytest.approx((72 * 1 + 24 * 10) / 1e6)})
-    assert (cost.per_task()["prompt_tokens"], cost.per_solved()["prompt_tokens"]) == (18, 24)
-    assert measure_cost(EPISODES, 0).per_solved()["calls"] is None
-    assert "money" not in measure_cost(EPISODES, 3).per_task()
+    assert (cost.per(4)["prompt_tokens"], cost.per(3)["prompt_tokens"]) == (18, 24)
+    assert measure_cost(EPISODES, 0).per(0)["calls"] is None
+    assert "money" not in measure_cost(EPISODES, 3).per(4)
 
 
 def test_incomplete_endpoint_usage_makes_cost_unknown_but_counts_turns():
@@ -83,7 +83,7 @@ def test_incomplete_endpoint_usage_makes_cost_unknown_but_counts_turns():
     assert [told.totals[name] for name in names] == [30, 5, 35e-6, 2]
     silent = measure_cost(episodes, 1, TokenUsage(30, 5, 2, 1), TokenPrice(1.0, 1.0))
     assert [silent.totals[name] for name in names] == [None, None, None, 2]
-    assert format_cost(silent.per_task()["prompt_tokens"]) == "-"
+    assert format_cost(silent.per(silent.num_tasks)["prompt_tokens"]) == "-"
 
 
 def test_prices_are_read_by_the_name_of_the_model(tmp_path):

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import asdict, replace
 from itertools import product
 
-from ludus.cli.arguments import check_run
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import make_console, print_line, print_text
 from ludus.errors import UserError
@@ -54,7 +53,7 @@ def read_costs(args: argparse.Namespace) -> tuple[Costs, RunLayout, str, list[st
     if args.runs:
         folders = [RunFolder(path) for path in args.runs]
         for folder in folders:
-            check_run(folder)
+            folder.check()
         found = fit(folders)
         costs, layout, warnings = found.costs, layout_of(run_config(folders[-1])), found.warnings
         errors = f"engine {found.engine_error:.0%}, learner {found.learner_error:.0%}"

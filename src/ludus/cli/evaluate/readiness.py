@@ -14,7 +14,7 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ludus.cli.arguments import check_run, environment_config, is_recipe, model_settings
+from ludus.cli.arguments import environment_config, is_recipe, model_settings
 from ludus.cli.evaluate.eval import EvalBackend, open_backend
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import announce, bars, make_console, print_line, print_text
@@ -227,7 +227,7 @@ def with_examples(prompt: Sequence[Message], examples: Sequence[Sequence[Message
 def learner_cost(args: argparse.Namespace) -> LearnerCost | None:
     """Return the learner's cost, fitted to the run of --costs or to the run that made the model; None if unknown."""
     if args.costs:
-        check_run(RunFolder(args.costs))
+        RunFolder(args.costs).check()
         return fit([RunFolder(args.costs)]).costs.learner
     folder = RunFolder(Path(args.model).resolve().parent.parent)
     if args.endpoint or not (folder.timings.is_file() and folder.metrics.is_file()):

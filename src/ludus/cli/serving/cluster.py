@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 from collections.abc import Sequence
 
-from ludus.cli.arguments import check_run
 from ludus.cli.ui.fitted_table import make_table
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.errors import UserError
@@ -17,7 +16,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     from ludus.cluster.control import send_request
 
     folder = RunFolder(args.folder)
-    check_run(folder)
+    folder.check()
     if args.number is not None and args.act != "remove-engine":
         raise UserError("--number is for remove-engine.", "Omit it.")
     if not folder.load_config().cluster.enabled:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ludus.algorithms.spec.resolve import algorithm_of
-from ludus.cli.arguments import check_run, model_settings, recipe_config, run_config
+from ludus.cli.arguments import model_settings, recipe_config, run_config
 from ludus.cli.commands.config import check_plugins, check_reward_parts
 from ludus.cli.signals import handle_interrupts
 from ludus.cli.ui.terminal import announce, bars, load_libraries, make_console, print_line, print_text
@@ -146,7 +146,7 @@ def resumed_folder(args: argparse.Namespace) -> RunFolder:
         what = "recipe, model and --quick" if source is None else "--run"
         raise UserError("--resume reads all settings from the run folder.", f"Remove {what}.")
     folder = RunFolder(args.resume)
-    check_run(folder)
+    folder.check()
     return folder
 
 

@@ -95,8 +95,8 @@ def _cost_table(results: Sequence[Evaluation]) -> FittedTable:
         if result.cost is None:
             continue
         plan = (result.plan.split, format_sampling(result.plan))
-        for unit, numbers in (("task", result.cost.per_task()), ("solved task", result.cost.per_solved())):
-            rows.append((*plan, unit, *map(format_cost, numbers.values())))
+        for unit, num in (("task", result.cost.num_tasks), ("solved task", result.cost.num_solved)):
+            rows.append((*plan, unit, *map(format_cost, result.cost.per(num).values())))
     details = (TableColumn("calls", 1), TableColumn("turns", 1), TableColumn("seconds", 2))
     priced = any(result.cost is not None and "money" in result.cost.totals for result in results)
     money = ("money",) if priced else ()

@@ -35,14 +35,8 @@ class EvaluationCost:
     num_solved: int
     totals: Mapping[str, float | None]
 
-    def per_task(self) -> dict[str, float | None]:
-        return self._per(self.num_tasks)
-
-    def per_solved(self) -> dict[str, float | None]:
-        """Return the totals per task with a successful attempt; None if there are none."""
-        return self._per(self.num_solved)
-
-    def _per(self, num: int) -> dict[str, float | None]:
+    def per(self, num: int) -> dict[str, float | None]:
+        """Return the totals divided by a number of tasks, all or those with a successful attempt; None for 0."""
         return {name: None if total is None or not num else total / num for name, total in self.totals.items()}
 
 

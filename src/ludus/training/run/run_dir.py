@@ -72,14 +72,16 @@ class RunFolder:
         self.rollouts = path / "rollouts"
 
     def load_config(self) -> Config:
-        """Return the run's configuration. Raises UserError if this is not a run folder."""
-        if not self.config.is_file():
-            raise UserError(f"{self.path} is not a run folder: it has no config.toml.", "Check the path.")
-        self.check_config()
+        """Return the run's configuration. Raises as `check`."""
+        self.check()
         return config_from_toml(self.config.read_text("utf-8"), str(self.config))
 
-    def check_config(self) -> None:
-        """Raise StorageError if the configuration is empty or lacks settings."""
+    def check(self) -> None:
+        """Raise UserError if this is not a run folder, StorageError if its configuration is empty or lacks settings."""
+        if not self.path.exists():
+            raise UserError(f"{self.path} does not exist.", "Check the path; runs are under runs/.")
+        if not self.config.is_file():
+            raise UserError(f"{self.path} is not a run folder: it has no config.toml.", "Name the folder of a run.")
         hint = "Restore it from a backup, or start a new run from a checkpoint's weights with --model."
         try:
             found = num_settings(self.config.read_text("utf-8"))
@@ -150,7 +152,7 @@ def save_config(folder: RunFolder, config: Config) -> None:
         text, manifest = to_toml(config), folder.path / "run.json"
         settings = min(num_settings(text), num_settings(folder.config.read_text("utf-8")))
         data = _read_json(manifest) | {"settings": settings}
-        _write_json(manifest, data)  # the smaller number first, so that check_config passes if killed in between
+        _write_json(manifest, data)  # the smaller number first, so that `check` passes if killed in between
         _write(folder.config, text)
         _write_json(manifest, data | {"settings": num_settings(text)})
 
