@@ -228,11 +228,10 @@ def train(
     `settings` are tables by section: `training={"steps": 20}`. Raises UserError and its subclasses for settings that
     a user can fix.
     """
-    from ludus.cli.commands.config import check_plugins
     from ludus.cli.ui.progress import train_policy
     from ludus.cli.ui.terminal import make_console, silence_libraries
     from ludus.training.rl.validate import open_validated_session
-    from ludus.training.run.preflight import check_new_run
+    from ludus.training.run.preflight import check_new_run, check_plugins
 
     config, world = _resolve(source, tasks, reward, settings)
     recipe = source if isinstance(source, str) else None

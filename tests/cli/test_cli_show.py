@@ -51,7 +51,7 @@ def test_curves_are_those_a_run_has_and_the_last_row_of_a_step_counts():
         MetricsRow(1, {"reward/mean": 0.4}),
         MetricsRow(2, {"eval/test/greedy/success": 0.5, "eval/test/greedy/low": 0.1}),
     ]
-    found = {curve.name: (curve.steps, curve.values) for curve in find_curves(given)}
+    found = {name: (tuple(curve), tuple(curve.values())) for name, curve in find_curves(given).items()}
     assert found == {"reward": ((1, 2), (0.4, 0.2)), "held-out success, test greedy": ((2,), (0.5,))}
 
 

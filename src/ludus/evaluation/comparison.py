@@ -159,7 +159,7 @@ def time_to_target(
     rows: Sequence[MetricsRow], metric: str, target: float
 ) -> tuple[tuple[float, float, float] | None, float]:
     """Return the interpolated step, episodes and sampled tokens when `metric` first reached `target`, if ever, and its
-    maximum. ValueError without the metric."""
+    maximum; at least one row has the metric."""
     points: list[tuple[float, float, float, float]] = []
     episodes = tokens = 0.0
     for row in rows:
@@ -168,8 +168,6 @@ def time_to_target(
         tokens += count * row.metrics.get("response_length/mean", 0.0)
         if metric in row.metrics:
             points.append((row.metrics[metric], row.step, episodes, tokens))
-    if not points:
-        raise ValueError(f"no step has the metric {metric}")
     best = max(point[0] for point in points)
     at = next((i for i, point in enumerate(points) if point[0] >= target), None)
     if at is None:

@@ -32,9 +32,9 @@ from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.rl.build import closing_parts, make_trackers, probe_tokens, remove_later_steps
 from ludus.training.rl.sync_trainer import Comparison, EvaluatedTrainer, Reporter
-from ludus.training.rl.validate import check_trackers
 from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import TrainerState, load_weights, prune, read_state, save_checkpoint
+from ludus.training.run.preflight import check_plugins
 from ludus.training.run.run_dir import RunFolder, list_checkpoints, save_config
 from ludus.training.run.session import TrainingSession, make_engine, session_scheduler
 from ludus.training.sft import sft_step
@@ -45,7 +45,7 @@ log = logging.getLogger("ludus.rft")
 
 def check_rft(config: Config, world: World) -> None:
     """Validate the settings before anything is written. Raises UserError."""
-    check_trackers(config)
+    check_plugins(config)
     check_evaluation(config, world)
     num = len(world.tasks("train"))
     if num < config.rft.tasks_per_round:

@@ -15,13 +15,11 @@ from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.settings import is_section, list_settings, suggestion
 from ludus.config.toml import to_toml, value_text
-from ludus.diagnostics.metrics import step_metrics
-from ludus.diagnostics.trackers import find_tracker
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, LudusError
-from ludus.plugins import find_plugin
 from ludus.rewards.registry import added_parts, check_names, training_parts
+from ludus.training.run.preflight import check_plugins
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
@@ -39,15 +37,6 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     print("\n".join(_algorithm_lines(algorithm, config)))
     if unchecked:
         print(f"# the world cannot be built here, so the rewards are not checked: {unchecked}")
-
-
-def check_plugins(config: Config) -> None:
-    """Raise ConfigError for an engine, tracker or metric that is missing or has the wrong parameters."""
-    if config.engine.plugin:
-        find_plugin("engines", config.engine.plugin, "engine.plugin", ())
-    for name in config.run.trackers:
-        find_tracker(name)
-    step_metrics(config.run.metrics)
 
 
 def _check_rewards(config: Config, algorithm: Algorithm) -> str:

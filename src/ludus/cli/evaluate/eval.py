@@ -149,7 +149,6 @@ async def _evaluate(
 
 
 def _headline(args: argparse.Namespace, config: Config, backend: EvalBackend) -> str:
-
     policy = f"step {backend.step} of {args.run}" if args.run is not None else policy_name(args)
     if args.run is not None and args.baseline:
         policy += f", baseline {args.baseline}"

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from rich.console import Console
 
-from ludus.cli.commands.config import check_plugins
 from ludus.cli.training.stages import STAGES, resume_hint
 from ludus.cli.ui.terminal import load_libraries, make_console, print_line, print_text
 from ludus.config.changes import changes
@@ -24,8 +23,8 @@ from ludus.envs.registry import build_world, check_sandbox
 from ludus.errors import ConfigError, LudusError, UserError
 from ludus.rewards.registry import added_parts
 from ludus.rollouts.rollout_files import replaced_file
-from ludus.training.run.preflight import check_extras, check_new_run
-from ludus.training.run.run_dir import RunFolder, list_checkpoints
+from ludus.training.run.preflight import check_extras, check_new_run, check_plugins
+from ludus.training.run.run_dir import RunFolder, latest_checkpoint
 
 SAMPLES: frozenset[StageKind] = frozenset({"rft", "rl"})
 """Stages that sample rollouts, usable as training data of later stages."""
@@ -61,7 +60,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
                 STAGES[stage.kind].resume(own, ())
             else:
                 STAGES[stage.kind].start(config, Path(stage.recipe).stem, stage.recipe)
-    print_line(console, f"The pipeline is complete: {_checkpoint_of(stages[-1], folder)}")
+    print_line(console, f"The pipeline is complete: {latest_checkpoint(RunFolder(folder / stages[-1].name))[1]}")
 
 
 def _quick_stage(stage: Stage, overrides: Sequence[str], console: Console) -> Stage:
@@ -133,7 +132,8 @@ def stage_config(stage: Stage, folder: Path) -> Config:
     """Return the configuration of a stage of the pipeline in `folder`: its settings, and results of earlier stages."""
     words = [*stage.settings, "--run.dir", str(folder / stage.name)]
     if policies := _earlier(stage, *(STAGES.keys() - {"reward-model"})):
-        words += ["--model.from_scratch", "false", "--model.path", str(_checkpoint_of(policies[-1], folder))]
+        _, checkpoint = latest_checkpoint(RunFolder(folder / policies[-1].name))
+        words += ["--model.from_scratch", "false", "--model.path", str(checkpoint)]
     config = load_config(stage.recipe, words)
     sampled, reward_models = _earlier(stage, *SAMPLES), _earlier(stage, "reward-model")
     if stage.kind == "rl" and reward_models and config.rewards.model is None:
@@ -150,7 +150,3 @@ def _check_same(stage: Stage, own: RunFolder, config: Config) -> None:
         has = ", ".join(change.conflict for change in found)
         text = f"Stage {stage.number} was started with other settings: {own.path} has {has}."
         raise UserError(text, "Revert the change, or choose another --folder.")
-
-
-def _checkpoint_of(stage: Stage, folder: Path) -> Path:
-    return list_checkpoints(folder / stage.name / "checkpoints")[-1][1]

@@ -12,7 +12,7 @@ from typing import ClassVar
 
 from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.cli.arguments import model_settings, recipe_config, run_config
-from ludus.cli.commands.config import check_plugins, check_reward_parts
+from ludus.cli.commands.config import check_reward_parts
 from ludus.cli.signals import handle_interrupts
 from ludus.cli.ui.terminal import announce, bars, load_libraries, make_console, print_line, print_text
 from ludus.config.changes import changes
@@ -27,7 +27,7 @@ from ludus.evaluation.evaluate import check_split
 from ludus.rewards.registry import added_parts
 from ludus.training.resume import check_kind, check_resume, describe_resume, is_complete, steps_done
 from ludus.training.run import run_dir
-from ludus.training.run.preflight import check_extras, check_new_run
+from ludus.training.run.preflight import check_extras, check_new_run, check_plugins
 from ludus.training.run.run_dir import RunFolder
 
 log = logging.getLogger("ludus")
@@ -272,11 +272,14 @@ class PreferenceStage(TrainingStage):
             with bars(make_console()) as progress:
                 gathered = gather_pairs(session, EpisodeBar(progress))
 
+        def numbers(metrics: Mapping[str, float]) -> str:
+            return f"loss {metrics['loss/total']:.3f}  accuracy {metrics['preference/accuracy']:.0%}"
+
         def train(folder: RunFolder) -> None:
             training = PreferenceTraining(session, folder, gathered)
             print_line(make_console(), f"{len(training.pairs)} pairs, {training.num_steps} steps")
             run_dir.save_config(folder, config)
-            print_checkpoint(folder, config, train_steps(training, make_console(), "preferences", _pair_numbers))
+            print_checkpoint(folder, config, train_steps(training, make_console(), "preferences", numbers))
 
         return train
 
@@ -286,10 +289,6 @@ class PreferenceStage(TrainingStage):
 
         print_line(make_console(), "The preference training is complete.")
         print_checkpoint(folder, config, run_dir.latest_checkpoint(folder)[1])
-
-
-def _pair_numbers(metrics: Mapping[str, float]) -> str:
-    return f"loss {metrics['loss/total']:.3f}  accuracy {metrics['preference/accuracy']:.0%}"
 
 
 class RewardModelStage(TrainingStage):

@@ -6,7 +6,6 @@ import math
 import tomllib
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from importlib import resources
 
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
@@ -20,17 +19,11 @@ WIDTH = 40
 """Maximum characters of a curve; longer series are averaged in bins."""
 
 
-@dataclass(frozen=True, slots=True)
-class Curve:
-    """Values of one metric at the steps that report it; neither tuple is empty."""
+def find_curves(rows: Sequence[MetricsRow]) -> dict[str, dict[int, float]]:
+    """Return the values by step of known metrics and of held-out success; later rows of a step override earlier ones.
 
-    name: str
-    steps: tuple[int, ...]
-    values: tuple[float, ...]
-
-
-def find_curves(rows: Sequence[MetricsRow]) -> list[Curve]:
-    """Return the curves of known metrics and of held-out success; later rows of a step override earlier ones."""
+    No curve is empty.
+    """
     by_step: dict[int, dict[str, float]] = {}
     for row in rows:
         by_step.setdefault(row.step, {}).update(row.metrics)
@@ -40,12 +33,9 @@ def find_curves(rows: Sequence[MetricsRow]) -> list[Curve]:
     held_out = {n: f"held-out success, {parts[n][1]} {parts[n][2]}" for n in success}
     first, second, *others = tomllib.loads((resources.files(__package__) / "curves.toml").read_text("utf-8")).items()
     titles = dict((first, second)) | held_out | dict(others)
-    curves = []
-    for name, title in titles.items():
-        found = [(step, metrics[name]) for step, metrics in sorted(by_step.items()) if name in metrics]
-        if found:
-            curves.append(Curve(title, *(tuple(column) for column in zip(*found, strict=True))))
-    return curves
+    steps = sorted(by_step)
+    curves = {title: {s: by_step[s][name] for s in steps if name in by_step[s]} for name, title in titles.items()}
+    return {title: curve for title, curve in curves.items() if curve}
 
 
 def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
@@ -63,17 +53,18 @@ def sparkline(values: Sequence[float], width: int = WIDTH) -> str:
     return "".join(BLOCKS[min(top, int(s * len(BLOCKS)))] if math.isfinite(s) else "x" for s in shares)
 
 
-def curve_table(curves: Sequence[Curve], available: int) -> FittedTable:
+def curve_table(curves: Mapping[str, Mapping[int, float]], available: int) -> FittedTable:
     """Return a table with one row per curve: first, last, minimum and maximum value, for a terminal of that width."""
-    first, last = min(c.steps[0] for c in curves), max(c.steps[-1] for c in curves)
+    steps = {step for curve in curves.values() for step in curve}
+    title = f"Steps {min(steps)} to {max(steps)}"
     ranks = {"first": 1, "last": 0, "min": 2, "max": 2}
     numbers = (TableColumn(name, rank, right=True) for name, rank in ranks.items())
     blocks = min(WIDTH, max(12, available // 2 - 20))
     rows = []
-    for curve in curves:
-        ends = (curve.values[0], curve.values[-1], min(curve.values), max(curve.values))
-        rows.append((curve.name, sparkline(curve.values, blocks), *(f"{value:.4g}" for value in ends)))
-    return make_table((TableColumn("metric", wrap=True), "curve", *numbers), rows, f"Steps {first} to {last}")
+    for name, values in ((name, list(curve.values())) for name, curve in curves.items()):
+        ends = (values[0], values[-1], min(values), max(values))
+        rows.append((name, sparkline(values, blocks), *(f"{value:.4g}" for value in ends)))
+    return make_table((TableColumn("metric", wrap=True), "curve", *numbers), rows, title)
 
 
 NEAR_ZERO = 1e-6

@@ -16,8 +16,6 @@ from ludus.config.schema import Config
 from ludus.config.sections.algorithm import AlgorithmConfig, CriticConfig
 from ludus.config.sections.section import Section, changed
 from ludus.diagnostics.alarms import rules
-from ludus.diagnostics.metrics import step_metrics
-from ludus.diagnostics.trackers import find_tracker
 from ludus.envs.base import World
 from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import build_world, check_sandbox
@@ -33,6 +31,7 @@ from ludus.training.collection.rollout_collector import max_waits_of
 from ludus.training.credit.advantages import ROLE
 from ludus.training.datasets.token_limits import check_prompts
 from ludus.training.rl.sync_trainer import task_order
+from ludus.training.run.preflight import check_plugins
 from ludus.training.run.session import TrainingSession, open_session
 from ludus.training.value_models.factory import planned_warmup
 
@@ -79,7 +78,7 @@ def check_settings(config: Config, world: World) -> None:
     check_sources(config)
     check_branch(config)
     check_observations(algorithm, config.training.mask_observations)
-    check_trackers(config)
+    check_plugins(config)
     check_alarms(config)
     check_engine(config)
     check_evaluation(config, world)
@@ -100,13 +99,6 @@ def check_cheats(config: Config, world: World, watch: AuditProgress = NO_PROGRES
         for env, env_config in worlds_in(world, config):
             scoring, seed = ProcessRewardExecutor.of(env_config), env_config.run.seed
             reject_cheats(env, CheckPlan(seed=seed, limits=env_config.rollout, scoring=scoring, watch=watch))
-
-
-def check_trackers(config: Config) -> None:
-    """Raise ConfigError for an unknown tracker or metric."""
-    for name in config.run.trackers:
-        find_tracker(name)
-    step_metrics(config.run.metrics)
 
 
 def check_alarms(config: Config) -> None:

@@ -17,9 +17,12 @@ from ludus.config.paths import check_model_folder
 from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
 from ludus.config.sections.model import ScratchConfig
+from ludus.diagnostics.metrics import step_metrics
+from ludus.diagnostics.trackers import find_tracker
 from ludus.engines.models import smollm2
 from ludus.envs.registry import WORLDS
 from ludus.errors import StorageError, UserError, did_you_mean
+from ludus.plugins import find_plugin
 from ludus.recipes import list_recipes
 from ludus.training.run.run_dir import check_new
 
@@ -108,6 +111,15 @@ def local_folder(path: str) -> Path | None:
     except HFValidationError:  # loading the model reports the name
         return None
     return Path(found).parent if isinstance(found, str) else None
+
+
+def check_plugins(config: Config) -> None:
+    """Raise ConfigError for an engine, tracker or metric that is missing or has the wrong parameters."""
+    if config.engine.plugin:
+        find_plugin("engines", config.engine.plugin, "engine.plugin", ())
+    for name in config.run.trackers:
+        find_tracker(name)
+    step_metrics(config.run.metrics)
 
 
 def check_extras(config: Config) -> None:
