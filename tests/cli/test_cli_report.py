@@ -159,7 +159,7 @@ def test_ticks_are_round_and_inside():
     ("words", "error"),
     [
         (("nowhere",), "does not exist"),
-        (("FILE",), "is a file, not a run folder"),
+        (("FILE",), "file is not a run folder"),
         (("EMPTY",), "is not a run folder"),
         (("RUN", "RUN"), "is named twice"),
         (("RUN", "--output", "EMPTY"), "is a folder"),
