@@ -17,11 +17,10 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from fractions import Fraction
 from importlib import resources
-from typing import TypedDict, cast
 
 from ludus.rewards.code.unit_tests import Suite
 from ludus.rewards.exact_match import ExpectedAnswers, normalise
-from ludus.tools.base import Tool
+from ludus.tools.base import JsonSchema, Tool
 from ludus.types import JSON, Action, FunctionCall, Message, MessageToolCall, Segment, StopReason, Task, ToolCall
 
 TEST_FILES = ("test.py", "tests.py", "tests/test.py", "conftest.py", "tests/conftest.py")
@@ -277,40 +276,16 @@ def _with_required(tool: Tool, given: Mapping[str, JSON]) -> dict[str, JSON]:
     return {name: value for name, value in drawn.items() if name in required} | dict(given)
 
 
-_Schema = TypedDict(
-    "_Schema",
-    {
-        "$ref": str,
-        "$defs": dict[str, "_Schema"],
-        "const": JSON,
-        "enum": list[JSON],
-        "anyOf": list["_Schema"],
-        "oneOf": list["_Schema"],
-        "allOf": list["_Schema"],
-        "type": str | list[str],
-        "properties": dict[str, "_Schema"],
-        "required": list[str],
-        "items": "_Schema",
-        "minItems": int,
-        "maxItems": int,
-        "minLength": int,
-        "maxLength": int,
-        "minimum": float,
-        "maximum": float,
-        "exclusiveMinimum": float,
-        "exclusiveMaximum": float,
-    },
-    total=False,
-)
-"""The supported part of JSON schema."""
-
 MAX_DEPTH = 4
 """Lists and objects nested deeper than this are empty."""
 
 
 def random_arguments(tool: Tool, rng: random.Random, words: Sequence[str]) -> dict[str, JSON]:
-    """Return arguments for a call: all required ones and about half of the others. Strings consist of `words`."""
-    parameters = cast(_Schema, tool.schema["function"]["parameters"])
+    """Return arguments for a call: all required ones and about half of the others. Strings consist of `words`.
+
+    Of JSON schema, references, alternatives, types, bounds, lengths and required properties are supported.
+    """
+    parameters = tool.schema["function"]["parameters"]
     return _object(parameters, _Draw(rng, words, parameters.get("$defs", {})), 0)
 
 
@@ -318,10 +293,10 @@ def random_arguments(tool: Tool, rng: random.Random, words: Sequence[str]) -> di
 class _Draw:
     rng: random.Random
     words: Sequence[str]
-    defs: Mapping[str, _Schema]
+    defs: Mapping[str, JsonSchema]
 
 
-def _object(schema: _Schema, draw: _Draw, depth: int) -> dict[str, JSON]:
+def _object(schema: JsonSchema, draw: _Draw, depth: int) -> dict[str, JSON]:
     required = set(schema.get("required", ()))
     return {
         name: _value(one, draw, depth + 1)
@@ -330,19 +305,21 @@ def _object(schema: _Schema, draw: _Draw, depth: int) -> dict[str, JSON]:
     }
 
 
-def _value(schema: _Schema, draw: _Draw, depth: int) -> JSON:
+def _value(schema: JsonSchema, draw: _Draw, depth: int) -> JSON:
     if "$ref" in schema:
         return _value(draw.defs[schema["$ref"].rpartition("/")[2]], draw, depth)
     if "const" in schema:
-        return schema["const"]
+        constant: JSON = schema["const"]
+        return constant
     if schema.get("enum"):
-        return draw.rng.choice(schema["enum"])
+        chosen: JSON = draw.rng.choice(schema["enum"])
+        return chosen
     if options := [*schema.get("anyOf", ()), *schema.get("oneOf", ()), *schema.get("allOf", ())]:
         return _value(draw.rng.choice(options), draw, depth)
     return _typed(schema, draw, depth)
 
 
-def _typed(schema: _Schema, draw: _Draw, depth: int) -> JSON:
+def _typed(schema: JsonSchema, draw: _Draw, depth: int) -> JSON:
     kind = schema.get("type", "string")
     if isinstance(kind, list):
         kind = draw.rng.choice(kind)
@@ -363,7 +340,7 @@ def _typed(schema: _Schema, draw: _Draw, depth: int) -> JSON:
     return text.ljust(schema.get("minLength", 0), "x")[: schema.get("maxLength")]
 
 
-def _number(schema: _Schema, rng: random.Random, *, whole: bool) -> int | float:
+def _number(schema: JsonSchema, rng: random.Random, *, whole: bool) -> int | float:
     """Return a number within the bounds of the schema; without one, within 20 of the other bound or of 0."""
     low = schema.get("minimum", schema.get("exclusiveMinimum"))
     high = schema.get("maximum", schema.get("exclusiveMaximum"))

@@ -33,13 +33,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, create_model
 from ludus.sandbox.local.namespaces import CALL_TIMEOUTS, LoopSlots, PausableTimeout
 from ludus.types import JSON
 
+JsonSchema = dict[str, Any]
+
 
 class FunctionSchema(TypedDict):
     """The `function` part of an OpenAI tool description; `parameters` is a JSON schema."""
 
     name: str
     description: str
-    parameters: dict[str, Any]
+    parameters: JsonSchema
 
 
 class ToolSchema(TypedDict):
