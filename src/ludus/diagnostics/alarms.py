@@ -2,8 +2,8 @@
 
 An alarm is a function of the metrics of all steps so far, oldest first, that returns its evidence, or an empty text.
 `alarms.toml` lists the alarms by the names of the functions in this module, with texts, limits and the default action.
-An alarm that compares one metric with a limit needs no function. A metric that is absent raises no alarm. `echo_trap`
-is the rule of RAGEN (arXiv:2504.20073); the other limits are ours.
+An alarm that compares one metric with a limit names that `metric` there and needs no function. A metric that is absent
+raises no alarm. `echo_trap` is the rule of RAGEN (arXiv:2504.20073); the other limits are ours.
 """
 
 from __future__ import annotations
@@ -13,14 +13,14 @@ import logging
 import math
 import tomllib
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from importlib import resources
 from pathlib import Path
 from statistics import fmean, median
 from threading import Thread
-from typing import Final
+from typing import Final, Literal
 from urllib.request import Request, urlopen
 
 from ludus.config.schema import AlarmAction
@@ -61,7 +61,11 @@ class Rule:
     action: AlarmAction
     limits: Mapping[str, float]
     metric: str = ""
-    """The metric that is above `limit` for `steps`, of an alarm without a function."""
+    """The metric that is beyond `limit` for `steps`, of an alarm without a function."""
+    side: Literal["above", "at least", "below", "at most"] = "above"
+    on_policy: bool = False
+    """Whether steps with older weights raise no alarm."""
+    evidence: str = "{metric} is {last:.4g}, above {limit:g}{during}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,8 +91,8 @@ class Alarm:
 def rules() -> Mapping[str, Rule]:
     """Return the rules by the name of their alarm, in the order of `alarms.toml`."""
     found = tomllib.loads(resources.files(__package__).joinpath("alarms.toml").read_text("utf-8"))
-    texts = ("cause", "remedy", "action", "metric")
-    return {name: Rule(limits=one, **{key: one.pop(key) for key in texts if key in one}) for name, one in found.items()}
+    names = {field.name for field in fields(Rule)}
+    return {name: Rule(limits=one, **{key: one.pop(key) for key in names & one.keys()}) for name, one in found.items()}
 
 
 def find_alarms(history: History, actions: Mapping[str, AlarmAction] = {}) -> list[Alarm]:
@@ -96,7 +100,7 @@ def find_alarms(history: History, actions: Mapping[str, AlarmAction] = {}) -> li
     found = []
     for name, rule in rules().items() if history else ():
         action = actions.get(name, rule.action)
-        check: Check = partial(_above, name=rule.metric) if rule.metric else globals()[name]
+        check: Check = partial(_beyond, rule) if rule.metric else globals()[name]
         if action != "off" and (evidence := check(history, **rule.limits)):
             found.append(Alarm(name, evidence, replace(rule, action=action)))
     return found
@@ -154,9 +158,22 @@ def _evaluations(history: History) -> tuple[str, list[tuple[Row, float]]]:
     return (names[0], [(row, row[names[0]]) for row in history if names[0] in row]) if names else ("", [])
 
 
-def _above(history: History, name: str, steps: int, limit: float) -> str:
-    values = last_values(history, name, steps)
-    return f"{name} is {values[-1]:.4g}, above {limit:g}" + in_each_of(steps) if values and min(values) > limit else ""
+_SIDES: Final[Mapping[str, Callable[[Sequence[float], float], bool]]] = {
+    "above": lambda values, limit: min(values) > limit,
+    "at least": lambda values, limit: min(values) >= limit,
+    "below": lambda values, limit: max(values) < limit,
+    "at most": lambda values, limit: max(values) <= limit,
+}
+
+
+def _beyond(rule: Rule, history: History, *, steps: int, limit: float) -> str:
+    """Compare the metric of a rule with its limit; the evidence is that of the rule."""
+    values = last_values(history, rule.metric, steps)
+    is_excused = rule.on_policy and history[-1].get(MEAN_AGE, 0.0) > 0  # expected with older weights
+    if is_excused or not values or not _SIDES[rule.side](values, limit):
+        return ""
+    names = {"metric": rule.metric, "last": values[-1], "limit": limit, "equal": history[-1].get(EQUAL, 0.0)}
+    return rule.evidence.format_map(names | {"during": in_each_of(steps)})
 
 
 def in_each_of(steps: int) -> str:
@@ -395,14 +412,6 @@ def reward_hacking(history: History, *, evaluations: int, rise: float, drop: flo
     return f"{name} fell from {solved:.2f} to {found[-1][1]:.2f}; {rose}"
 
 
-def entropy_collapse(history: History, *, steps: int, limit: float) -> str:
-    """Entropy stays near 0. Steps without training have no entropy and raise no alarm."""
-    values = last_values(history, ENTROPY, steps)
-    if not values or max(values) >= limit:
-        return ""
-    return f"{ENTROPY} is {values[-1]:.4g} nats per token, below {limit:g}{in_each_of(steps)}"
-
-
 def template_collapse(history: History, *, steps: int, first: int, fraction: float, chance: float) -> str:
     """Reasoning does not depend on the prompt, in measurements with enough prompts."""
     found, expected = (last_values(history, COLLAPSE + name, steps) for name in ("retrieval_1", "chance"))
@@ -415,14 +424,6 @@ def template_collapse(history: History, *, steps: int, first: int, fraction: flo
     if base is None or base <= 0 or max(values) >= fraction * base:
         return ""
     return f"{name} fell from {base:.3g} to {values[-1]:.3g} nats per token"
-
-
-def exploration_ended(history: History, *, steps: int, limit: float) -> str:
-    """Most groups have a low sampled entropy: dropped groups do not count in the trained entropy."""
-    values = last_values(history, "groups/low_entropy", steps)
-    if not values or min(values) < limit:
-        return ""
-    return f"in {values[-1]:.0%} of the groups; {history[-1].get(EQUAL, 0.0):.0%} have equal rewards"
 
 
 def entropy_explosion(history: History, *, steps: int, first: int, factor: float, rise: float) -> str:
@@ -479,21 +480,6 @@ def zero_gradient(history: History, *, steps: int) -> str:
     if not values or any(values) or (equal and min(equal) >= 1):
         return ""
     return f"loss/total and optim/grad_norm are 0{in_each_of(steps)}"
-
-
-def critic(history: History, *, steps: int, limit: float) -> str:
-    """The explained variance of the critic stays at or below the limit."""
-    name = "critic/explained_variance"
-    values = last_values(history, name, steps)
-    return f"{name} is {values[-1]:.3g}{in_each_of(steps)}" if values and max(values) <= limit else ""
-
-
-def mismatch(history: History, *, steps: int, limit: float) -> str:
-    """Log-probabilities of learner and engine differ in on-policy steps."""
-    if history[-1].get(MEAN_AGE, 0.0) > 0:  # expected with older weights
-        return ""
-    values = last_values(history, LOGPROB_GAP, steps)
-    return f"{values[-1]:.4g} nats per token, above {limit:g}" if values and min(values) > limit else ""
 
 
 def mismatch_by_length(history: History, *, steps: int, factor: float, floor: float) -> str:
