@@ -271,7 +271,7 @@ class CallCounter:
 def test_a_check_reports_each_part_to_its_observer():
     seen = CallCounter()
     plan = replace(PLAN, watch=seen)
-    scorecard(check_world(world(exact), plan), plan)
+    asyncio.run(scorecard(check_world(world(exact), plan), plan))
     names = [name for name, _, _ in seen.phases]
     assert names == [
         *("broken: run agents", "graded again", "speed, 1 at a time", "speed, 8 at a time", "perturbed"),
@@ -348,7 +348,7 @@ def test_equal_seeds_draw_equal_tasks():
 
 
 def card_of(made):
-    return {row.name: row for row in scorecard(check_world(made, PLAN), PLAN)}
+    return {row.name: row for row in asyncio.run(scorecard(check_world(made, PLAN), PLAN))}
 
 
 def share_of(row):

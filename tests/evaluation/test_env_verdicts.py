@@ -13,7 +13,6 @@ from ludus.evaluation.verifier_report import (
     errors_row,
     near_misses,
     perturbed,
-    problems_in,
     rewritten,
     scorecard,
     wrong_answers_row,
@@ -54,9 +53,9 @@ def right(task, text):
 
 def failing(world):
     report = check_world(world, PLAN)
-    rows = scorecard(report, PLAN)
+    rows = asyncio.run(scorecard(report, PLAN))
     agents = {row.agent.name for row in report.rows if row.mark == "fail"}
-    return agents | {row.name for row in rows if row.mark == "fail"}, problems_in(rows)
+    return agents | {row.name for row in rows if row.mark == "fail"}, [row.why for row in rows if row.mark == "fail"]
 
 
 def prompt_words(task):

@@ -63,12 +63,8 @@ def _row(name: str, found: str, why: str, *, fails: bool = False, doubtful: bool
     return ScorecardRow(name, found, mark, "" if mark == "pass" else why)
 
 
-def scorecard(report: CheckReport, plan: CheckPlan) -> list[ScorecardRow]:
-    """Measure the verifier of a checked world, outside an event loop. Raises WorldError if a reward fails now."""
-    return asyncio.run(_scorecard(report, plan))
-
-
-async def _scorecard(report: CheckReport, plan: CheckPlan) -> list[ScorecardRow]:
+async def scorecard(report: CheckReport, plan: CheckPlan) -> list[ScorecardRow]:
+    """Measure the verifier of a checked world. Raises WorldError if a reward fails now."""
     tasks = report.world.tasks(plan.split)
     truths = Counter(type(task.truth).__name__ for task in tasks)
     plays = [play for row in report.rows for play in row.plays if play.trajectory is not None]
@@ -270,11 +266,6 @@ def _others(world: World, task: Task) -> list[str]:
     first = normalise(task.truth.accepted[0])
     others = [text for text in task.truth.accepted[1:] if normalise(text) != first]
     return [*others[:3], f" {task.truth.accepted[0].upper()}."]
-
-
-def problems_in(rows: Sequence[ScorecardRow]) -> list[str]:
-    """Return the reasons of the failed rows."""
-    return [row.why for row in rows if row.mark == "fail"]
 
 
 def _noise(what: str, changed: VerdictShare, which: str) -> ScorecardRow:

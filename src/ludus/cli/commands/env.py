@@ -23,7 +23,7 @@ from ludus.evaluation.env_audit import AuditProgress, AuditRow, CheckPlan, Check
 from ludus.evaluation.evaluate import check_evaluation
 from ludus.evaluation.scripted_agents import AgentKind
 from ludus.evaluation.stats import wilson
-from ludus.evaluation.verifier_report import problems_in, scorecard
+from ludus.evaluation.verifier_report import scorecard
 from ludus.recipes import list_recipes
 from ludus.rewards.registry import added_parts, check_task_fits, has_extra_rewards
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
@@ -97,7 +97,7 @@ def _process_world(args: argparse.Namespace, console: Console, world: World, con
         columns = ("agent", *numbers, TableColumn("no-op tasks", 4), TableColumn("verdict", wrap=True))
         title = f"{report.world.name}: rewards of scripted agents, with 95 % intervals"
         console.print(make_table(columns, map(_cells, report.rows), title))
-        rows = scorecard(report, plan)
+        rows = asyncio.run(scorecard(report, plan))
     cells = ((row.name, row.found, f"{row.mark}: {row.why}" if row.why else row.mark) for row in rows)
     found, verdict = (TableColumn(name, wrap=True) for name in ("found", "verdict"))
     console.print(make_table(("property", found, verdict), cells, "Verifier"))
@@ -105,7 +105,7 @@ def _process_world(args: argparse.Namespace, console: Console, world: World, con
     if report.shaped:
         most = ", ".join(f"{name} {value:g}" for name, value in report.shaped.items())
         print_text(console, f"Largest shaping rewards of agents that do not attempt the task: {most}.")
-    if problems := [*report.problems, *problems_in(rows)]:
+    if problems := [*report.problems, *(row.why for row in rows if row.mark == "fail")]:
         text = f"The world {world.name!r} failed its check. {' '.join(problems)}"
         raise UserError(text, "docs/extend/environment.md describes each agent.")
     print_text(console, f"The world {world.name!r} rewards no agent that does not solve its tasks.")
