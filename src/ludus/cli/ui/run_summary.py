@@ -103,26 +103,17 @@ def explain_loss(rows: Sequence[MetricsRow]) -> str:
     if not rows:
         return ""
     step, last = rows[-1].step, rows[-1].metrics
+    norm = last.get("optim/grad_norm", 0.0)
     if "ledger/started" in last and "loss/total" not in last:
-        return (
-            f"Step {step} has no loss: none of its rollouts was trained on (see the ledger for the reasons), so the "
-            "weights did not change."
-        )
-    loss = last.get("loss/policy", last.get("loss/total", 1.0))
-    if abs(loss) > NEAR_ZERO:
+        name = "missing"
+    elif abs(last.get("loss/policy", last.get("loss/total", 1.0))) > NEAR_ZERO:
         return ""
-    if last.get("groups/zero_variance", 0.0) >= 1:
-        return (
-            f"The loss of step {step} is 0 because all rewards within each group were equal: every advantage is 0, "
-            "and the policy does not change."
-        )
-    if last.get("optim/grad_norm", 0.0) > 0:
-        return (
-            f"The loss of step {step} is 0 up to rounding, which is expected: on the first update of a batch every "
-            "ratio is 1 and the advantages of a group sum to 0, so the loss is 0 and the gradient is not (its norm is "
-            f"{last['optim/grad_norm']:.3g}). Monitor reward and held-out success instead."
-        )
-    return f"Loss and gradient of step {step} are both 0: the step did not change the weights."
+    elif last.get("groups/zero_variance", 0.0) >= 1:
+        name = "equal_rewards"
+    else:
+        name = "expected" if norm > 0 else "no_gradient"
+    text: str = tomllib.loads((resources.files(__package__) / "loss_texts.toml").read_text("utf-8"))[name]
+    return text.format(step=step, norm=norm)
 
 
 def mean_timings(rows: Sequence[MetricsRow]) -> dict[str, float]:
