@@ -227,7 +227,7 @@ def open_cluster(session: TrainingSession) -> Iterator[Cluster]:
     try:
         plan = plan_of(session)
         launcher: Launcher = LocalLauncher()
-        if config.cluster.on_ray:
+        if config.cluster.kind == "ray":
             from ludus.cluster.ray_launcher import RayLauncher
 
             launcher = RayLauncher(plan.config, plan.needs)

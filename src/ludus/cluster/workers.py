@@ -138,7 +138,7 @@ class EngineWorker:
 
 def sandbox_of(config: Config) -> SandboxConfig:
     """Return the sandbox settings of one worker. Workers on one machine share its concurrency and sessions evenly."""
-    if config.cluster.on_ray:
+    if config.cluster.kind == "ray":
         return config.sandbox
     concurrency = config.sandbox.concurrency or max(2, os.cpu_count() or 2)
     shares = {"concurrency": max(1, concurrency // config.cluster.workers)}

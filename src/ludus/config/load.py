@@ -113,11 +113,10 @@ def _sentences(data: dict[str, object], details: ErrorDetails) -> Iterator[str]:
     expected = bound or setting.type_text
     if details["type"] == "literal_error" and setting.is_open:
         expected = f"one of {details['ctx']['expected']}"
-    reason = f": {setting.why}" if bound and setting.why else ""
     value: object = data
     for name in key.split("."):
         value = value[name] if isinstance(value, dict) else value
-    yield f"{key} is {_show(value)}, but must be {expected}{reason}."
+    yield f"{key} is {_show(value)}, but must be {expected}."
 
 
 def _unknown(key: str, value: object) -> Iterator[str]:

@@ -16,7 +16,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from ludus.config.schema import Config
-from ludus.config.sections.section import Section, Why
+from ludus.config.sections.section import Section
 from ludus.errors import ConfigError, nearest_names
 
 _NEAR = 0.75
@@ -44,8 +44,8 @@ class Setting:
     """One setting.
 
     `key` is its dotted name (`algorithm.group_size`, with `NAME` for a user-defined part), `doc` the docstring of the
-    field, `bounds` its limits in words, `why` the reason for them (both may be empty), `choices` the names that it
-    accepts, if known, and `accepts` the Python types of its values.
+    field, `bounds` its limits in words (may be empty), `choices` the names that it accepts, if known, and `accepts` the
+    Python types of its values.
     """
 
     key: str
@@ -53,7 +53,6 @@ class Setting:
     doc: str
     type_text: str
     bounds: str
-    why: str
     choices: tuple[str, ...]
     accepts: frozenset[object]
 
@@ -194,7 +193,6 @@ def _setting(key: str, info: FieldInfo) -> Setting:
         doc=info.description or "",
         type_text=" or ".join(_words(kind) for kind in kinds),
         bounds=" and ".join(f"{BOUNDS[name]} {value}" for name, value in bounds),
-        why=next((item.reason for item in info.metadata if isinstance(item, Why)), ""),
         choices=tuple(str(value) for value in [*literals, *(info.examples or [])]),
         accepts=frozenset([*plain, *(type(value) for value in literals)]),
     )

@@ -83,8 +83,7 @@ def _key_lines(section: str, config: Config) -> Iterator[str]:
         for name in setting.key.split("."):
             value = value.get(name, setting.default) if isinstance(value, dict) else setting.default
         limits = f", {setting.bounds}" if setting.bounds else ""
-        why = f" ({setting.why})" if setting.why else ""
         shown, default = value_text(value), value_text(setting.default)
         other = f"; the default is {default}" if shown != default else ""
-        yield f"{setting.key} = {shown}   # {setting.type_text}{limits}{why}{other}"
+        yield f"{setting.key} = {shown}   # {setting.type_text}{limits}{other}"
         yield from (f"    {line}" for line in setting.doc.splitlines())

@@ -93,7 +93,7 @@ def _check_pending(stage: Stage, config: Config) -> None:
     STAGES[stage.kind].check(config, world)
     samples_attempts = not (_has_source(stage, config) or _earlier(stage, *SAMPLES))
     samples_rollouts = {"preference": samples_attempts, "reward-model": config.reward_model.rollouts > 0}
-    if samples_rollouts.get(stage.kind, stage.kind in SAMPLES) and not config.cluster.on_ray:
+    if samples_rollouts.get(stage.kind, stage.kind in SAMPLES) and config.cluster.kind != "ray":
         check_sandbox(config.sandbox, world)
 
 

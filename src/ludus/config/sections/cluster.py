@@ -57,8 +57,3 @@ class ClusterConfig(Section):
     def enabled(self) -> bool:
         """Whether separate processes run the episodes."""
         return self.kind != "none"
-
-    @property
-    def on_ray(self) -> bool:
-        """Whether these processes may run on other machines."""
-        return self.kind == "ray"

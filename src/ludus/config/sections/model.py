@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal, Self
+from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from ludus.config.sections.section import Section, Why
+from ludus.config.sections.section import Section
 
 
 class LoraConfig(Section):
@@ -23,8 +23,8 @@ class LoraConfig(Section):
 class ScratchConfig(Section):
     """The architecture of the small model that is created if no checkpoint is given."""
 
-    vocab_size: Annotated[int, Why("every byte and the special tokens need an entry")] = Field(2048, ge=300)
-    """Maximum vocabulary size of its tokenizer, which is trained first."""
+    vocab_size: int = Field(2048, ge=300)
+    """Maximum vocabulary size of its tokenizer, which is trained first; every byte and special token has an entry."""
     hidden_size: int = Field(128, ge=8)
     """Width of the residual stream."""
     intermediate_size: int = Field(384, ge=8)

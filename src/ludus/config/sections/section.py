@@ -3,17 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Literal
 
 from pydantic import BaseModel, ConfigDict, Field
-
-
-@dataclass(frozen=True, slots=True)
-class Why:
-    """The reason for the bounds of a field; appended to the message about an invalid value."""
-
-    reason: str
 
 
 class Section(BaseModel):

@@ -77,11 +77,6 @@ class TrainingConfig(OptimizerSection):
         return self.mode == "async"
 
     @property
-    def one_step_behind(self) -> bool:
-        """Whether each step trains on rollouts of the previous weights (`one_step`)."""
-        return self.mode == "one_step"
-
-    @property
     def off_policy(self) -> bool:
         """Whether rollouts come from older weights than those they train."""
         return self.mode != "sync"

@@ -316,7 +316,7 @@ def filter_batch(samples: Sequence[TrainingSample], algorithm: Algorithm, max_le
 
 def max_waits_of(config: Config) -> int:
     """Return the number of extra steps that `staleness.max_staleness` allows an episode."""
-    return config.staleness.max_staleness - (config.training.one_step_behind)
+    return config.staleness.max_staleness - (config.training.mode == "one_step")
 
 
 def overlong_limit(config: Config, algorithm: Algorithm) -> int:

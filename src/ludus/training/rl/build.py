@@ -119,7 +119,7 @@ def training_loop(trainer: SyncTrainer, done: int) -> Callable[[int], Awaitable[
     late = [group.requests[0] for group in stream.groups if group.requests[0].key.step <= done]
     collector.add_untrained_tasks(request.task.id for request in late)
     collector.start(waiting.groups)
-    return trainer.train_one_step_behind if training.one_step_behind else trainer.train
+    return trainer.train_one_step_behind if training.mode == "one_step" else trainer.train
 
 
 def restore_groups(folder: RunFolder, source: PromptStream, done: int, file: str = WAITING_FILE) -> StreamState:

@@ -88,7 +88,7 @@ def check_settings(config: Config, world: World) -> None:
 
 def check_rollouts(config: Config, world: World, watch: AuditProgress = NO_PROGRESS) -> None:
     """Raise WorldError if the sandbox does not respond (on Ray the workers check it); raise as `check_cheats`."""
-    if not config.cluster.on_ray:
+    if config.cluster.kind != "ray":
         check_sandbox(config.sandbox, world)
     check_cheats(config, world, watch)
 
@@ -245,7 +245,7 @@ def check_partial(config: Config, world: World) -> None:
         raise ConfigError(
             f"rollout.partial makes episodes wait for the next step, but staleness.max_staleness "
             f"({config.staleness.max_staleness}) forbids this (training.mode = {config.training.mode!r}).",
-            f"Set staleness.max_staleness to {2 if config.training.one_step_behind else 1} or more.",
+            f"Set staleness.max_staleness to {2 if config.training.mode == 'one_step' else 1} or more.",
         )
     if config.cluster.enabled:
         hint = "With --cluster set training.mode = 'async', which streams episodes."

@@ -131,7 +131,7 @@ def check_extras(config: Config) -> None:
         (config.model.lora is not None, "model.lora", "peft", "lora"),
         (adapters, f"model.path = {config.model.path!r}, which holds only adapters,", "peft", "lora"),
         (guided, "rollout.guided_tools", "llguidance", "guided"),
-        (config.cluster.on_ray, "cluster.kind = 'ray'", "ray", "cluster"),
+        (config.cluster.kind == "ray", "cluster.kind = 'ray'", "ray", "cluster"),
         *((name in config.run.trackers, f"The tracker {name} of run.trackers", name, name) for name in _TRACKERS),
     )
     for applies, what, package, extra in needed:
