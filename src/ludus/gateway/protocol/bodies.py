@@ -12,7 +12,6 @@ import json
 import secrets
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from importlib.resources import files
 from itertools import accumulate, groupby
@@ -310,11 +309,8 @@ def _message_call(call: _Call) -> MessageToolCall:
 JsonBody = dict[str, object]
 
 
-@dataclass(frozen=True)
-class EncodedJson:
+class EncodedJson(bytes):
     """Value that is already encoded as JSON, to avoid creating an object for each part."""
-
-    text: bytes
 
 
 def response_body(
@@ -350,7 +346,7 @@ def json_bytes(body: JsonBody) -> bytes:
 
 def _value(value: object) -> bytes:
     if isinstance(value, EncodedJson):
-        return value.text
+        return value
     if isinstance(value, list) and value and all(isinstance(item, dict) for item in value):
         return b"[" + b",".join(map(json_bytes, value)) + b"]"
     return _json(value)

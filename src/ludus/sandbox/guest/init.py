@@ -405,9 +405,8 @@ def run_container(fd: int) -> None:
         set_dumpable(0)
         _, (seccomp,) = connection.receive()
         connection.send({"ready": True}, [])
+        serve_request(connection, seccomp, in_container=True)
     except Disconnected:
         return
     except Exception as error:  # boundary: report the failure to the host
         connection.send({"error": f"{type(error).__name__}: {error}"}, [])
-        return
-    serve_request(connection, seccomp, in_container=True)

@@ -19,6 +19,7 @@ from ludus.sandbox.guest.syscalls import (
     signal,
     write_text,
 )
+from ludus.sandbox.guest.wire import Disconnected, receive_exactly
 
 BOX = "/box"
 
@@ -123,14 +124,17 @@ def run_command(argv: list[str]) -> int:
 def serve_python() -> int:
     """Run a session's interpreter: receive code (4-byte length first) on descriptor 3, then write a status to 4."""
     names, count = _reset_main(), 0
-    while (head := _read_exactly(3, 4)) and (source := _read_exactly(3, struct.unpack(">I", head)[0])) is not None:
+    while True:
+        try:
+            source = receive_exactly(3, struct.unpack(">I", receive_exactly(3, 4))[0])
+        except Disconnected:
+            return 0
         count += 1
         status = _run_call(source.decode("utf-8", "surrogatepass"), f"<call {count}>", names)
         with Suppress(OSError, ValueError, AttributeError):
             sys.stdout.flush()
             sys.stderr.flush()
         os.write(4, bytes([status]))
-    return 0
 
 
 def _run_call(source: str, name: str, names: dict[str, object]) -> int:
@@ -154,16 +158,6 @@ def _run_call(source: str, name: str, names: dict[str, object]) -> int:
         _print_exception(error)
         return 1
     return 0
-
-
-def _read_exactly(fd: int, count: int) -> bytes | None:
-    data = b""
-    while len(data) < count:
-        part = os.read(fd, count - len(data))
-        if not part:
-            return None
-        data += part
-    return data
 
 
 SHELL_LOOP = r"""

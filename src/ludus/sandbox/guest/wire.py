@@ -67,7 +67,19 @@ def string_list(value: object) -> list[str]:
 
 
 class Disconnected(Exception):
-    """The host has disconnected."""
+    """The other end has disconnected."""
+
+
+def receive_exactly(fd: int, count: int) -> bytes:
+    """Read `count` bytes from a descriptor. Raises Disconnected at its end."""
+    parts = []
+    while count:
+        part = os.read(fd, min(count, 1 << 20))
+        if not part:
+            raise Disconnected
+        parts.append(part)
+        count -= len(part)
+    return b"".join(parts)
 
 
 class Connection:
@@ -77,8 +89,8 @@ class Connection:
         self.source, self._sink = source, sink
 
     def receive(self) -> tuple[dict[str, object], list[bytes]]:
-        header, body = frame_sizes(self._receive_exactly(8))
-        return unpack_frame(marshal.loads(self._receive_exactly(header)), self._receive_exactly(body))
+        header, body = frame_sizes(receive_exactly(self.source, 8))
+        return unpack_frame(marshal.loads(receive_exactly(self.source, header)), receive_exactly(self.source, body))
 
     def send(self, header: dict[str, object], blobs: list[bytes]) -> None:
         data = memoryview(pack_response(header, blobs))
@@ -87,13 +99,3 @@ class Connection:
                 data = data[os.write(self._sink, data) :]
         except OSError as error:
             raise Disconnected from error
-
-    def _receive_exactly(self, count: int) -> bytes:
-        parts = []
-        while count:
-            part = os.read(self.source, min(count, 1 << 20))
-            if not part:
-                raise Disconnected
-            parts.append(part)
-            count -= len(part)
-        return b"".join(parts)
