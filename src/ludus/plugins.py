@@ -6,7 +6,6 @@ Kinds and their entry-point groups: `ludus.advantages`, `ludus.losses`, `ludus.c
 
 from __future__ import annotations
 
-import importlib
 import importlib.util
 import inspect
 import reprlib
@@ -177,10 +176,3 @@ def plugin_line(error: Exception) -> str:
     }
     frames = [frame for frame in traceback.extract_tb(error.__traceback__) if frame.filename in files]
     return f"{frames[-1].filename}, line {frames[-1].lineno}" if frames else ""
-
-
-def import_object(path: str) -> object:
-    """Return the object of an import path `module:name`."""
-    module, _, name = path.partition(":")
-    found: object = vars(importlib.import_module(module))[name]
-    return found

@@ -7,6 +7,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from pkgutil import resolve_name
 from typing import cast
 
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig, SandboxConfig
@@ -15,7 +16,7 @@ from ludus.envs.mixture import MixedWorld, MixtureMember, bounded, check_tools
 from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import ToolWorld
 from ludus.errors import ConfigError, LudusError, UserError
-from ludus.plugins import describe_value, find_plugin, import_object, is_file_reference, plugin_errors
+from ludus.plugins import describe_value, find_plugin, is_file_reference, plugin_errors
 from ludus.rewards.base import check_rewards
 from ludus.sandbox import Sandbox, SandboxSettings, open_sandbox
 from ludus.sandbox.self_test import python_version
@@ -58,7 +59,7 @@ def _one_world(name: str, settings: Mapping[str, object], rollout: RolloutConfig
     limits = ToolLimits(timeout_s=rollout.tool_timeout_s, max_output=rollout.max_tool_output)
     file = Path(name.partition(":")[0]) if is_file_reference(name) else None
     path = f"{name}:make_world" if name.endswith(".py") else name
-    found = import_object(WORLDS[name]) if name in WORLDS else find_plugin("worlds", path, "env.name", WORLDS)
+    found = resolve_name(WORLDS[name]) if name in WORLDS else find_plugin("worlds", path, "env.name", WORLDS)
     factory = cast(Callable[[Mapping[str, object], ToolLimits], World], found)
     with plugin_errors(str(file), file.resolve()) if file else nullcontext():
         world = factory(settings, limits)

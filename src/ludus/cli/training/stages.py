@@ -15,10 +15,9 @@ from ludus.cli.arguments import model_settings, recipe_config, run_config
 from ludus.cli.commands.config import check_reward_parts
 from ludus.cli.signals import handle_interrupts
 from ludus.cli.ui.terminal import announce, bars, load_libraries, make_console, print_line, print_text
-from ludus.config.changes import changes
+from ludus.config.changes import changes, describe_cuts, quick_cuts
 from ludus.config.environment import launched_rank
 from ludus.config.pipeline import StageKind
-from ludus.config.quick import describe_cuts, quick_cuts
 from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
