@@ -143,13 +143,17 @@ class Supervisor:
         self.pidfd = self.done_fd = -1
 
 
-def serve_request(connection: Connection, seccomp: bytes, in_container: bool = False) -> None:
-    """Serve one run or session; failures of the supervisor itself are reported to the host.
+def serve_request(
+    connection: Connection, seccomp: bytes, set_up: Callable[[], None], in_container: bool = False
+) -> None:
+    """Set up this process and serve one run or session; failures of the supervisor itself are reported to the host.
 
     In a container, the engine sets the size of the box and the process limit: the kernel would count the user's
     processes of all containers.
     """
     try:
+        set_up()
+        connection.send({"ready": True}, [])
         header, blobs = connection.receive()
         limits = ResourceLimits(header["limits"])
         if in_container:
@@ -169,8 +173,9 @@ def serve_request(connection: Connection, seccomp: bytes, in_container: bool = F
             _Session(supervisor, header["kind"]).serve()
     except Disconnected:
         return
-    except Exception as error:  # boundary: report the error to the host
-        connection.send({"error": f"{type(error).__name__}: {error}"}, [])
+    except BaseException as error:  # boundary: a fork must never continue as its parent
+        with Suppress(Disconnected):
+            connection.send({"error": f"{type(error).__name__}: {error}"}, [])
 
 
 def _run(supervisor: Supervisor, argv: list[str], stdin: bytes, source: bytes, files: dict[str, bytes]) -> Response:
@@ -353,7 +358,7 @@ def _fork_supervisor(control: _socket.socket, seccomp: bytes) -> None:
     if pid == 0:
         control.close()
         theirs.close()
-        _run_supervisor(connection, seccomp, *user)
+        serve_request(connection, seccomp, lambda: _set_up_namespaces(*user))
         os._exit(0)
     if pid == -1:
         connection.send({"error": f"clone: {os.strerror(ctypes.get_errno())}"}, [])
@@ -362,20 +367,10 @@ def _fork_supervisor(control: _socket.socket, seccomp: bytes) -> None:
     ours.close()
 
 
-def _run_supervisor(connection: Connection, seccomp: bytes, uid: int, gid: int) -> None:
-    try:
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # process 1 gets only signals with a handler, as Python sets here
-        _set_up_namespaces(uid, gid)
-        connection.send({"ready": True}, [])
-        serve_request(connection, seccomp)
-    except BaseException as error:  # boundary: a fork must never continue as its parent
-        with Suppress(Disconnected):
-            connection.send({"error": f"{type(error).__name__}: {error}"}, [])
-
-
 def _set_up_namespaces(uid: int, gid: int) -> None:
-    """Map the user, mount /proc and one small writable file system, and give up privileges."""
+    """Reset signals, map the user, mount /proc and one small writable file system, and give up privileges."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # process 1 gets only signals with a handler, as Python sets here
     write_text("/proc/self/setgroups", "deny")
     write_text("/proc/self/uid_map", f"{uid} {uid} 1")
     write_text("/proc/self/gid_map", f"{gid} {gid} 1")
@@ -401,12 +396,6 @@ def run_container(fd: int) -> None:
     sys.path[:] = [path for path in sys.path if path]  # the box is the working folder
     connection = Connection(source, sink)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        set_dumpable(0)
+    with Suppress(Disconnected):
         _, (seccomp,) = connection.receive()
-        connection.send({"ready": True}, [])
-        serve_request(connection, seccomp, in_container=True)
-    except Disconnected:
-        return
-    except Exception as error:  # boundary: report the failure to the host
-        connection.send({"error": f"{type(error).__name__}: {error}"}, [])
+        serve_request(connection, seccomp, lambda: set_dumpable(0), in_container=True)
