@@ -276,7 +276,7 @@ def test_chat_logprobs_encoding_matches_json_and_decodes_each_token_once(as_ids,
 
     monkeypatch.setattr(json, "dumps", counted)
     for _ in range(20):
-        assert chat_logprobs(names, Scored(rows, values, top)).text == whole
+        assert chat_logprobs(names, Scored(rows, values, top)) == whole
     assert num == tokenizer.num_decoded == len(NAMES)
 
 
