@@ -23,9 +23,8 @@ from ludus.training.rl.train_step import filter_and_estimate
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import add_lora, open_session
 from ludus.training.value_models.base import ValueModelSettings
-from ludus.training.value_models.critic import OutcomeCritic
+from ludus.training.value_models.critic import OutcomeCritic, ProcessReward
 from ludus.training.value_models.factory import train_value_model
-from ludus.training.value_models.prime import ProcessReward
 from small_runs import SMALLEST, InterruptingReporter, RunInterrupted, config, lasting_files
 from tests.training.credit.test_credit import REWARDS, real_group, same, table
 from tests.training.learner.test_learner import learner, random_rows, tiny_model

@@ -30,7 +30,7 @@ from ludus.training.run.run_dir import RunFolder, lock_run, new_run
 from ludus.training.run.session import open_session
 from ludus.training.value_models.base import ValueModelSettings, batches
 from ludus.training.value_models.critic import Critic
-from ludus.training.value_models.factory import make_value_model, planned_warmup, train_value_model, warmup_steps
+from ludus.training.value_models.factory import make_value_model, train_value_model, warmup_steps
 from small_runs import SMALLEST, InterruptingReporter, RecordingReporter, RunInterrupted, config, lasting_files
 from tests.rewards.test_judges import outcome_critic
 from tests.training.credit.test_credit import group, real_group
@@ -234,7 +234,7 @@ WITH_VALUES = sorted(name for name, one in PRESETS.items() if one.advantage in C
 def test_a_critic_is_warmed_up_by_default(preset):
     def steps(total=30, started=None, **settings):
         one = {"algorithm": {"preset": preset}, "training": {"steps": total}, "critic": settings}
-        return warmup_steps(critic(), Config.model_validate(one), started)
+        return warmup_steps(Config.model_validate(one), started)
 
     assert [steps(total) for total in (1, 9, 10, 30, 39, 400)] == [0, 0, 1, 3, 3, 40]
     assert [steps(warmup_steps=n) for n in (0, 7)] == [0, 7]
@@ -244,7 +244,7 @@ def test_a_critic_is_warmed_up_by_default(preset):
 
 @pytest.mark.parametrize("preset", sorted(set(PRESETS) - set(WITH_VALUES)))
 def test_presets_without_a_critic_have_no_warmup(preset):
-    assert planned_warmup(Config.model_validate({"algorithm": {"preset": preset}})) == 0
+    assert warmup_steps(Config.model_validate({"algorithm": {"preset": preset}})) == 0
 
 
 @pytest.mark.parametrize("preset", ["ppo", "coderl"])

@@ -171,7 +171,7 @@ def build_trainer(
     probe = probe_tokens(session)
     save_config(folder, config)
     remove_later_steps(folder, done)
-    warmup = warmup_steps(parts.value_model, config, None if stored is None else stored.warmup_steps)
+    warmup = warmup_steps(config, None if stored is None else stored.warmup_steps)
     if warmup > done:
         log.info("only the critic is trained until step %d (critic.warmup_steps)", warmup)
     parts.learner.token_values = TokenValues(folder.path) if config.run.token_values else None

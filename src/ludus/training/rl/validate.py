@@ -33,7 +33,7 @@ from ludus.training.datasets.token_limits import check_prompts
 from ludus.training.rl.sync_trainer import task_order
 from ludus.training.run.preflight import check_plugins
 from ludus.training.run.session import TrainingSession, open_session
-from ludus.training.value_models.factory import planned_warmup
+from ludus.training.value_models.factory import warmup_steps
 
 NO_PROGRESS = AuditProgress()
 
@@ -287,7 +287,7 @@ def config_warnings(config: Config) -> list[str]:
         found.append("training.mask_observations is off: observations are in the loss. Use this for comparison only.")
     if resolve(config.algorithm).advantage_spec.has(Need.PRETRAINED_CRITIC) and config.critic.warmup_steps == 0:
         found.append("VAPO pre-trains its critic on a fixed policy, but critic.warmup_steps is 0.")
-    if (warmup := planned_warmup(config)) >= config.training.steps:
+    if (warmup := warmup_steps(config)) >= config.training.steps:
         found.append(f"The policy is never trained: critic.warmup_steps trains only the critic for {warmup} steps.")
     if config.training.streams and config.rollout.reproducible:
         found.append(

@@ -18,7 +18,7 @@ from ludus.errors import LearnerError, UserError
 from ludus.training.batches.rows import Microbatch, Row, balance_rows, blank_microbatch, microbatches
 from ludus.training.distributed.collectives import Collectives, copy_into, gather_rows, is_sharded, run_as_forward
 from ludus.training.learner.logprobs import LogprobScorer, model_precision, score_dtype
-from ludus.training.learner.optimizer import Optimizer
+from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -119,20 +119,22 @@ class TrainedModel(ABC):
     name: str
     part: str
     rate: str
-    model: nn.Module
-    settings: ValueModelSettings
-    optimizer: Optimizer
-    ranks: Collectives
-    shares_prefixes: bool = True
+    shares_prefixes = True
 
+    def __init__(
+        self, model: nn.Module, optimizer: OptimizerSettings, settings: ValueModelSettings, ranks: Collectives
+    ) -> None:
+        self.model, self.settings, self.ranks = model, settings, ranks
+        self.optimizer = Optimizer(model, optimizer, ranks=ranks)
+
+    @abstractmethod
     def score(self, rows: Sequence[Row], solved: Sequence[bool] = (), after: bool = False) -> list[Tensor]:
         """Return the output at each training token, `[T]` per row, 0 elsewhere.
 
         `solved` are the rows' outcomes. A critic scores the states before the tokens, or `after` them.
         """
-        with model_precision(self.model):
-            return self._score(rows, solved, after)
 
+    @abstractmethod
     def train(
         self, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool] = ()
     ) -> dict[str, float]:
@@ -140,16 +142,6 @@ class TrainedModel(ABC):
 
         Raises LearnerError if the loss is not finite.
         """
-        with model_precision(self.model):
-            return self._train(rows, tables, solved)
-
-    @abstractmethod
-    def _score(self, rows: Sequence[Row], solved: Sequence[bool], after: bool) -> list[Tensor]: ...
-
-    @abstractmethod
-    def _train(
-        self, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
-    ) -> dict[str, float]: ...
 
     def parts(self, rows: Sequence[Row]) -> list[Microbatch]:
         """Return this rank's microbatches; `index` refers to all rows. Every rank calls it with all rows.
@@ -179,23 +171,25 @@ class TrainedModel(ABC):
         `scale` and of the counts. Raises LearnerError if a loss is not finite.
         """
         total, count, fault = 0.0, 0, ""
-        for part in self.parts(rows):
-            loss, counted = loss_of(part)
-            if not torch.isfinite(loss):
-                fault = f"The {self.name}'s loss is not a number."
-            torch.autograd.backward(loss)
-            total += scale * float(loss.detach())
-            count += counted
-        self.optimizer.reduce_and_step(fault, f"Lower {self.rate}.")
+        with model_precision(self.model):
+            for part in self.parts(rows):
+                loss, counted = loss_of(part)
+                if not torch.isfinite(loss):
+                    fault = f"The {self.name}'s loss is not a number."
+                torch.autograd.backward(loss)
+                total += scale * float(loss.detach())
+                count += counted
+            self.optimizer.reduce_and_step(fault, f"Lower {self.rate}.")
         return sum(self.ranks.gather(total)), sum(self.ranks.gather(count))
 
     @torch.no_grad()
     def score_rows(self, rows: Sequence[Row], score: Callable[[Microbatch], Tensor]) -> list[Tensor]:
         """Return the scores of all rows, `[T]` each; `score` computes `[B, L]` of a microbatch."""
         scores: dict[int, Tensor] = {}
-        for part in self.parts(rows):
-            numbers = score(part)
-            scores |= {i: numbers[place, : len(rows[i].tokens)] for place, i in enumerate(part.index)}
+        with model_precision(self.model):
+            for part in self.parts(rows):
+                numbers = score(part)
+                scores |= {i: numbers[place, : len(rows[i].tokens)] for place, i in enumerate(part.index)}
         scores = gather_rows(scores, self.ranks)
         return [scores[i] for i in range(len(rows))]
 

@@ -1,4 +1,4 @@
-"""Critics: one value per state, or the probability of success at each action token.
+"""The models trained with the policy: critics of states or outcomes, and PRIME's process reward model.
 
 `values[t]` of a `Critic` is V of the state before token `t`, read from the hidden state at `t - 1` of a copy of the
 policy's body, or of the policy itself. Before its first gradient step the bias of its zero head is set to the mean
@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import binary_cross_entropy_with_logits, cross_entropy
 
 from ludus.algorithms.losses.likelihood import value_loss
 from ludus.training.batches.rows import Microbatch, Row, scored_mask
 from ludus.training.distributed.collectives import ONE_PROCESS, Collectives, copy_into, is_sharded
-from ludus.training.learner.logprobs import pad_rows
-from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
+from ludus.training.learner.logprobs import LogprobScorer, pad_rows
+from ludus.training.learner.optimizer import OptimizerSettings
 from ludus.training.value_models.base import HeadModel, TrainedModel, ValueModelSettings, batches
 
 if TYPE_CHECKING:
@@ -49,15 +49,11 @@ class StateModel(TrainedModel):
         body = policy if settings.on_policy else copy.deepcopy(policy)
         self._states = HeadModel(body.eval(), "critic", hint, self.outputs, recompute=settings.recompute)
         self.head = self._states.head
-        self.model = self._states.model
-        if settings.on_policy:
-            self.model = nn.ModuleDict({"head": self.head})
-        else:
-            self.model.requires_grad_(True)
-            ranks.shard_model(self.model)
-        self.ranks = ranks
-        self.optimizer = Optimizer(self.model, optimizer, ranks=ranks)
-        self.settings = settings
+        model: nn.Module = nn.ModuleDict({"head": self.head})
+        if not settings.on_policy:
+            model = self._states.model.requires_grad_(True)
+            ranks.shard_model(model)
+        super().__init__(model, optimizer, settings, ranks)
 
     def read(self, part: Microbatch, *, after: bool = False) -> Tensor:
         """Return values `[B, L, outputs]` of states before (or after) the training tokens, 0 elsewhere.
@@ -76,11 +72,11 @@ class StateModel(TrainedModel):
 class Critic(StateModel):
     """Value model of states, with its training."""
 
-    def _score(self, rows: Sequence[Row], solved: Sequence[bool], after: bool) -> list[Tensor]:
+    def score(self, rows: Sequence[Row], solved: Sequence[bool] = (), after: bool = False) -> list[Tensor]:
         return self.score_rows(rows, lambda part: self.read(part, after=after)[:, :, 0])
 
-    def _train(
-        self, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
+    def train(
+        self, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool] = ()
     ) -> dict[str, float]:
         """Train on the tables of targets and old values; return loss and explained variance of the old values."""
         targets, old = tables
@@ -144,7 +140,7 @@ class OutcomeCritic(StateModel):
 
     outputs = CLASSES
 
-    def _score(self, rows: Sequence[Row], solved: Sequence[bool], after: bool) -> list[Tensor]:
+    def score(self, rows: Sequence[Row], solved: Sequence[bool] = (), after: bool = False) -> list[Tensor]:
         """Return the probability of each row's outcome at each training token."""
 
         def score(part: Microbatch) -> Tensor:
@@ -154,8 +150,8 @@ class OutcomeCritic(StateModel):
 
         return self.score_rows(rows, score)
 
-    def _train(
-        self, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool]
+    def train(
+        self, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool] = ()
     ) -> dict[str, float]:
         """Train with cross-entropy, averaged over tokens.
 
@@ -189,3 +185,56 @@ class OutcomeCritic(StateModel):
             return loss if part.index else 0.0 * table.sum(), int((logits.argmax(1) == labels).sum())
 
         return self.gradient_step(rows, loss_of, tokens)
+
+
+class ProcessReward(TrainedModel):
+    """PRIME's implicit process reward model: a copy of the policy, trained on outcomes alone (arXiv:2502.01456).
+
+    Its reward of token `t` is `q_t = beta (lp_prm - lp_ref)_t`, and `sum_t q_t` is the logit of success. Training it
+    with cross-entropy on the outcome yields token rewards without labels (equations 2 to 5). Only adapters are trained
+    if there are any.
+    """
+
+    name, part, rate = "process reward model", "process_reward", "critic.prime.learning_rate"
+
+    def __init__(
+        self,
+        policy: PreTrainedModel,
+        optimizer: OptimizerSettings,
+        settings: ValueModelSettings,
+        ranks: Collectives = ONE_PROCESS,
+    ) -> None:
+        model = copy.deepcopy(policy).eval()
+        self._scorer = LogprobScorer(model, settings.temperature, recompute=settings.recompute)
+        self.shares_prefixes = self._scorer.shares_prefixes
+        ranks.shard_model(model)
+        super().__init__(model, optimizer, settings, ranks)
+
+    def score(self, rows: Sequence[Row], solved: Sequence[bool] = (), after: bool = False) -> list[Tensor]:
+        return self.score_rows(rows, lambda part: self._scorer.score(part.tokens, part.trains).logprobs)
+
+    def train(
+        self, rows: Sequence[Row], tables: Sequence[Sequence[Tensor]], solved: Sequence[bool] = ()
+    ) -> dict[str, float]:
+        """Take `epochs` steps on the table of the reference's log-probabilities.
+
+        Return loss and accuracy (fraction of rows whose logit has the outcome's sign) before the first step.
+        """
+        (references,) = tables
+        loss, correct = self._step(rows, references, solved)
+        for _ in range(1, self.settings.epochs):
+            self._step(rows, references, solved)
+        return {"prime/loss": loss, "prime/accuracy": correct / len(rows)}
+
+    def _step(self, rows: Sequence[Row], references: Sequence[Tensor], solved: Sequence[bool]) -> tuple[float, int]:
+        def loss_of(part: Microbatch) -> tuple[Tensor, int]:
+            scores = self._scorer.score(part.tokens, part.trains).logprobs
+            if not part.index:
+                return 0.0 * scores.sum(), 0
+            ratio = scores - pad_rows(references, part, scores)
+            logits = self.settings.beta * torch.where(scored_mask(part.trains), ratio, 0.0).sum(1)
+            labels = torch.tensor([float(solved[i]) for i in part.index]).to(logits)
+            loss = binary_cross_entropy_with_logits(logits, labels, reduction="sum") / len(rows)
+            return loss, int(((logits > 0) == (labels > 0.5)).sum())
+
+        return self.gradient_step(rows, loss_of)

@@ -19,8 +19,7 @@ from ludus.training.distributed.collectives import ONE_PROCESS, Collectives
 from ludus.training.learner.learner import Learner
 from ludus.training.learner.optimizer import OptimizerSettings
 from ludus.training.value_models.base import ValueModelSettings
-from ludus.training.value_models.critic import Critic, OutcomeCritic
-from ludus.training.value_models.prime import ProcessReward
+from ludus.training.value_models.critic import Critic, OutcomeCritic, ProcessReward
 from ludus.types import Trajectory
 
 if TYPE_CHECKING:
@@ -72,19 +71,15 @@ def checkpoint_parts(value_model: ValueModel | None) -> dict[str, dict[str, Tens
     return {} if value_model is None else {value_model.part: value_model.state()}
 
 
-def warmup_steps(value_model: ValueModel | None, config: Config, started: int | None = None) -> int:
+def warmup_steps(config: Config, started: int | None = None) -> int:
     """Return the number of initial steps that train only the critic; default: a tenth of the run.
 
     A resumed run uses the `started` value, so that extending a run does not freeze the policy again.
     """
-    return planned_warmup(config, started) if isinstance(value_model, Critic | OutcomeCritic) else 0
-
-
-def planned_warmup(config: Config, started: int | None = None) -> int:
-    """Return the planned number of critic-only steps, as in `warmup_steps`."""
-    if config.critic.warmup_steps is not None:
-        return config.critic.warmup_steps
-    if not resolve(config.algorithm).advantage_spec.has(Need.CRITIC):
+    spec, configured = resolve(config.algorithm).advantage_spec, config.critic.warmup_steps
+    if configured is not None and (spec.has(Need.CRITIC) or spec.has(Need.OUTCOME_CRITIC)):
+        return configured
+    if not spec.has(Need.CRITIC):
         return 0
     return config.training.steps // 10 if started is None else started
 
