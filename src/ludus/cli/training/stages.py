@@ -262,8 +262,7 @@ class PreferenceStage(TrainingStage):
     def prepare(self, config: Config, new: bool) -> TrainFunction:
         """Load the model and, for a new run, gather the pairs. Raises UserError for unusable pairs."""
         from ludus.cli.ui.progress import EpisodeBar, print_checkpoint, train_steps
-        from ludus.training.preference.sources import gather_pairs
-        from ludus.training.preference.train import PreferenceTraining
+        from ludus.training.preference.train import PreferenceTraining, gather_pairs
         from ludus.training.run.session import open_session
 
         session, gathered = open_session(config), None

@@ -191,7 +191,7 @@ def assign_credit(
     compared: list[TrainingSample] = []
     for number, group in enumerate(groups, start=first_group):
         if any(episode.trajectory.failure for episode in group):
-            samples += [TrainingSample(one, *_failed_status(one), number) for one in group]
+            samples += [TrainingSample(one, *failed_status(one, "partial_group"), number) for one in group]
         else:
             check_trajectories([episode.trajectory for episode in group])
             if algorithm.advantage_spec.has(Need.BINARY_REWARDS):
@@ -286,9 +286,10 @@ def _critic_algorithm(algorithm: Algorithm) -> Algorithm:
     return replace(algorithm, loss=NO_TOKEN_WEIGHTS, options=replace(algorithm.options, advantage=options))
 
 
-def _failed_status(episode: Episode) -> tuple[RolloutOutcome, str]:
+def failed_status(episode: Episode, otherwise: str) -> tuple[RolloutOutcome, str]:
+    """Return the outcome of an episode that is not trained; `otherwise` is the reason if it did not fail."""
     failure = episode.trajectory.failure
-    return (RolloutOutcome.DROPPED, "partial_group") if failure is None else (RolloutOutcome.FAILED, failure.part)
+    return (RolloutOutcome.DROPPED, otherwise) if failure is None else (RolloutOutcome.FAILED, failure.part)
 
 
 def _compare(samples: Sequence[TrainingSample], algorithm: Algorithm, max_length: int) -> list[TrainingSample]:

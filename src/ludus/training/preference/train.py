@@ -1,37 +1,149 @@
 """Preference training on pairs of trajectories, and KTO and BCO on labelled ones; the losses are `PREFERENCES`.
 
-The reference is the model before the first step; it scores every pair once. The pairs of a step depend on the
-seed and the step only, so a resumed run is bit-identical to an uninterrupted one.
+Pairs come from a file, the rollouts of a run, or newly sampled attempts, which depend on the seed only. The reference
+is the model before the first step; it scores every pair once. The pairs of a step depend on the seed and the step only,
+so a resumed run is bit-identical to an uninterrupted one.
 """
 
 from __future__ import annotations
 
+import asyncio
 import json
 import logging
 import sys
-from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Collection, Sequence
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from ludus.algorithms.preference import PREFERENCES, PairInputs, implicit_rewards, kto_baseline
-from ludus.config.sections.stages import PreferenceConfig
-from ludus.errors import LearnerError
-from ludus.rollouts.rollout_files import rollouts_path, write_rollouts
+from ludus.config.sections.stages import UNPAIRED_LOSSES, PreferenceConfig
+from ludus.engines.base import Engine
+from ludus.envs.registry import closing
+from ludus.errors import LearnerError, UserError
+from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
+from ludus.rollouts.rollout_files import RolloutRecord, rollouts_path, write_rollouts
+from ludus.rollouts.scheduler import Episode, RolloutRequest, SamplingPlan
 from ludus.training.batches.rows import batch_of_step, microbatches, num_steps
+from ludus.training.collection.rollout_collector import EpisodeReporter
+from ludus.training.credit.advantages import TrainingSample, failed_status
 from ludus.training.datasets.files import write_records
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer
-from ludus.training.preference.pairs import PAIRS_FILE, PairSide, PreferencePair, load_pairs, sides_of, with_reference
-from ludus.training.preference.sources import GatheredPairs, gather_pairs
+from ludus.training.preference.pairs import (
+    PAIRS_FILE,
+    PairMaker,
+    PairSide,
+    PreferencePair,
+    load_pairs,
+    pairs_of_attempts,
+    pairs_of_branches,
+    pairs_of_file,
+    pairs_of_rollouts,
+    rollout_files,
+    sides_of,
+    with_mismatched,
+    with_reference,
+)
+from ludus.training.rl.build import probe_tokens
+from ludus.training.rl.validate import check_rollouts
+from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import TrainerState
 from ludus.training.run.run_dir import RunFolder
-from ludus.training.run.session import TrainingSession
+from ludus.training.run.session import (
+    TrainingSession,
+    check_tokenizer,
+    check_vocabulary,
+    make_engine,
+    session_scheduler,
+)
 from ludus.training.run.supervised import SupervisedTraining, split_by_tokens, step_metrics
 
 log = logging.getLogger("ludus.preference")
+
+
+async def _sample_attempts(session: TrainingSession, engine: Engine, reporter: EpisodeReporter | None) -> list[Episode]:
+    """Sample `samples` attempts at `tasks` tasks, or all if there are fewer; attempts at a task are consecutive."""
+    config, world, settings = session.config, session.world, session.config.preference
+    num = min(settings.tasks, len(world.tasks("train")))
+    tasks = world.order(config.run.seed, num, 1).take(0, num)
+    requests = [RolloutRequest(RolloutKey(0, task.id, i), task) for task in tasks for i in range(settings.samples)]
+    plan = SamplingPlan("attempts", config.rollout.temperature, config.run.seed)
+    async with closing(world):
+        await WeightSync.of(config, session.model, engine, probe_tokens(session)).publish(0)
+        scheduler = session_scheduler(session, engine, plan, Ledger())
+        if reporter is None:
+            return await scheduler.run(requests)
+        reporter.phase("attempts", len(requests), engine)
+        return await scheduler.run(requests, reporter.episode)
+
+
+@dataclass(frozen=True)
+class GatheredPairs:
+    """Pairs to train on, and the attempts that were sampled for them, if any."""
+
+    pairs: Sequence[PreferencePair]
+    sampled: Sequence[RolloutRecord] = ()
+
+
+def gather_pairs(session: TrainingSession, reporter: EpisodeReporter | None = None) -> GatheredPairs:
+    """Gather the configured pairs, before anything is written. Raises UserError if there are none.
+
+    If no file or run is configured, the session's model samples attempts, reported to `reporter`. Raises ConfigError
+    if the world rewards cheating, EngineError and WorldError as the scheduler.
+    """
+    settings, limit = session.config.preference, session.config.rollout.max_seq_len
+    sampled: Sequence[RolloutRecord] = ()
+    if settings.data is not None:
+        pairs = pairs_of_file(Path(settings.data), session.renderer, limit, settings.loss in UNPAIRED_LOSSES)
+        fault = f"No dialogue of {settings.data} fits into rollout.max_seq_len = {limit}."
+    elif settings.run is not None:
+        run = RunFolder(Path(settings.run))
+        files = rollout_files(run.path)
+        check_tokenizer(run, session)
+        pairs = pairs_of_rollouts(files, settings.min_reward_gap, limit, _pair_maker(session))
+        fault = f"No group of {settings.run} has two attempts with different rewards that make a pair."
+    else:
+        pairs, sampled = _sample_pairs(session, reporter)
+        fault = "No task has two attempts of the model with different rewards that make a pair."
+    if not pairs:
+        raise UserError(fault, "See docs/use/stages.md, or lower preference.min_reward_gap.")
+    check_vocabulary(max(max(side.tokens) for pair in pairs for side in pair.all_sides), session)
+    return GatheredPairs(with_mismatched(pairs, limit) if PREFERENCES[settings.loss].mismatched else pairs, sampled)
+
+
+def _sample_pairs(
+    session: TrainingSession, reporter: EpisodeReporter | None
+) -> tuple[list[PreferencePair], Sequence[RolloutRecord]]:
+    """Return pairs of attempts by the session's model, and the records of all attempts."""
+    settings, limit = session.config.preference, session.config.rollout.max_seq_len
+    check_rollouts(session.config, session.world)
+    engine = make_engine(session)
+    try:
+        episodes = asyncio.run(_sample_attempts(session, engine, reporter))
+    finally:
+        asyncio.run(engine.close())
+    records = [TrainingSample(episode, *failed_status(episode, "no pair")).record for episode in episodes]
+    pairs = _pair_maker(session)("step-000000", records, settings.min_reward_gap, limit)
+    sides = {side.tokens for pair in pairs for side in pair.all_sides}
+    return pairs, [
+        replace(record, outcome=RolloutOutcome.TRAINED, reason="trained") if _is_in_pair(record, sides) else record
+        for record in records
+    ]
+
+
+def _pair_maker(session: TrainingSession) -> PairMaker:
+    return pairs_of_branches if session.config.preference.pairs == "steps" else pairs_of_attempts
+
+
+def _is_in_pair(record: RolloutRecord, sides: Collection[tuple[int, ...]]) -> bool:
+    """Return whether a record is a side of a pair, or continues one."""
+    if record.trajectory.failure is not None:
+        return False
+    sequences = [path.trajectory.token_ids for path in record.trajectory.paths()]
+    return any(tokens[: len(side)] == side for tokens in sequences for side in sides)
 
 
 class PreferenceTraining(SupervisedTraining):
