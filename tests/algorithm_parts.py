@@ -5,7 +5,6 @@ from dataclasses import replace
 
 from ludus.algorithms import advantages
 from ludus.algorithms.advantages import ADVANTAGES as ADVANTAGE_SPECS
-from ludus.algorithms.advantages import TARGETS
 from ludus.algorithms.algorithm import Need
 from ludus.algorithms.corrections import CORRECTIONS as CORRECTION_SPECS
 from ludus.algorithms.losses import LOSSES as LOSS_SPECS
@@ -19,7 +18,7 @@ def _called(part: str, specs: Mapping) -> dict[str, Callable]:
 
 
 ADVANTAGES = _called("advantage", ADVANTAGE_SPECS)
-VALUE_ERRORS = _called("advantage", TARGETS)
+VALUE_ERRORS = _called("advantage", {"vtrace_error": None})
 LOSSES = _called("loss", LOSS_SPECS)
 CORRECTIONS = _called("correction", CORRECTION_SPECS)
 FUNCTIONS = {name: getattr(advantages, name) for name in ADVANTAGE_SPECS}

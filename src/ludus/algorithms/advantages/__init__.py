@@ -15,7 +15,6 @@ from ludus.algorithms.algorithm import AdvantageSpec, Need, declared_in, modules
 from ludus.algorithms.tensors import Tensor
 
 _MODULES = modules_of(__name__, __path__)
-_SPECS = declared_in(AdvantageSpec, _MODULES)
 __all__ = publish(__name__, _MODULES)
 
 if TYPE_CHECKING:
@@ -23,10 +22,10 @@ if TYPE_CHECKING:
     def __getattr__(name: str) -> Callable[..., Tensor]: ...
 
 
-ADVANTAGES: Mapping[str, AdvantageSpec] = {name: spec for name, spec in _SPECS.items() if spec.selectable}
+ADVANTAGES: Mapping[str, AdvantageSpec] = {
+    name: spec for name, spec in declared_in(AdvantageSpec, _MODULES).items() if spec.selectable
+}
 """The values of `algorithm.advantage`."""
-TARGETS: Mapping[str, AdvantageSpec] = {name: spec for name, spec in _SPECS.items() if not spec.selectable}
-"""Critic targets that are not selectable as advantages."""
 
 
 def advantages_that_need(need: Need) -> list[str]:

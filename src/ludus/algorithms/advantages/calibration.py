@@ -37,14 +37,12 @@ def calibrate_tiers(
     does not specify the threshold; 0.1 is our choice. Raises ValueError for shapes, a tier of at least `num_tiers`,
     or another success value (naming the row).
     """
-    if tiers.ndim != 2 or tiers.is_floating_point():
-        raise ValueError(f"tiers must be [N, K] integers, not {list(tiers.shape)} {tiers.dtype}")
+    _check_tiers(tiers, num_tiers)
     won = numbers("success", success, tiers)
     invalid = ((won != 0) & (won != 1)).nonzero()
     if invalid.numel():
         row = int(invalid[0])
         raise ValueError(f"success[{row}] is {float(won[row])}; it must be 0 or 1")
-    _check_tiers(tiers, num_tiers)
     present = (tiers[:, :, None] == torch.arange(num_tiers, device=tiers.device)).any(1).double()
     of_success, of_failure = won.sum().clamp(min=1), (1 - won).sum().clamp(min=1)
     has = present - present.mean(0)
@@ -66,8 +64,6 @@ def tier_advantages(*, advantages: Tensor, tiers: Tensor, turn: Tensor, mask: Te
     `advantages`, `turn`, `mask` [N, L]; a turn counts once, with the advantage of its first action token.
     A tier is misaligned if this and its reward have opposite signs.
     """
-    if tiers.ndim != 2 or tiers.is_floating_point():
-        raise ValueError(f"tiers must be [N, K] integers, not {list(tiers.shape)} {tiers.dtype}")
     _check_tiers(tiers, num_tiers)
     turns = turns_of(turn, mask, tiers.shape[1])
     of_turns = turns.at_turn_start(turns.tokens.take("advantages", advantages))
@@ -78,6 +74,8 @@ def tier_advantages(*, advantages: Tensor, tiers: Tensor, turn: Tensor, mask: Te
 
 
 def _check_tiers(tiers: Tensor, num_tiers: int) -> None:
+    if tiers.ndim != 2 or tiers.is_floating_point():
+        raise ValueError(f"tiers must be [N, K] integers, not {list(tiers.shape)} {tiers.dtype}")
     past = (tiers >= num_tiers).any(1).nonzero()
     if past.numel():
         raise ValueError(f"row {int(past[0])} has a tier past the {num_tiers} there are")

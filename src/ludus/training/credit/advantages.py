@@ -514,14 +514,9 @@ def _conflict_token_weights(
 ) -> Tensor:
     trajectories = [sample.episode.trajectory for sample in samples]
     ids = [list(compress(trajectory.token_ids, trajectory.action_mask)) for trajectory in trajectories]
-    return conflict_weights(
-        token_ids=pad_table(ids, torch.int64, outcomes.mask.shape[1]),
-        group=outcomes.group,
-        advantages=advantages,
-        mask=outcomes.mask,
-        amplify=algorithm.number("loss", "amplify"),
-        contiguous=algorithm.number("loss", "contiguous") == 1,
-    )
+    token_ids = pad_table(ids, torch.int64, outcomes.mask.shape[1])
+    given = {"token_ids": token_ids, "group": outcomes.group, "advantages": advantages, "mask": outcomes.mask}
+    return algorithm.call(conflict_weights, "loss", given)
 
 
 def _entropy_penalty(estimates: Estimates, mask: Tensor, algorithm: Algorithm) -> Tensor:

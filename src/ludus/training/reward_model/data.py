@@ -13,6 +13,7 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
+from statistics import fmean
 
 from ludus.envs.registry import closing
 from ludus.errors import ConfigError, UserError
@@ -151,7 +152,7 @@ def examples_of_rollouts(
         at: tuple[int, ...] = (positions[-1],)
         targets: tuple[float, ...] = (outcome,)
         if discount is not None:
-            at, targets = positions, tuple(_mean(returns[tokens[: end + 1]]) for end in positions)
+            at, targets = positions, tuple(fmean(returns[tokens[: end + 1]]) for end in positions)
         prompt = record.trajectory.action_mask.index(True)
         examples.append(RewardExample(source, prompt, (ScoredSequence(tokens, at, targets),)))
     return examples
@@ -209,7 +210,3 @@ def _check(examples: Sequence[RewardExample], session: TrainingSession) -> None:
             "Use a run with successes and failures, and its world.",
         )
     check_vocabulary(max(max(sequence.tokens) for example in examples for sequence in example.sequences), session)
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

@@ -109,15 +109,13 @@ def bootstrap_values(value_model: Critic, samples: Sequence[TrainingSample], row
     """Return V after the last action token of each path, 0 unless a token limit truncated the episode."""
     scored = [torch.zeros(len(sample.episode.trajectory.rows), dtype=torch.float64) for sample in samples]
     cuts: dict[int, dict[int, int]] = {}
+    ends = []
     for i, trajectory in enumerate(sample.episode.trajectory for sample in samples):
         ended = [path.trajectory.stop_reason for path in trajectory.paths()]
         truncated = {n: position for n, position in last_actions(trajectory).items() if ended[n] in CUT_OFF}
         if truncated:
-            cuts[i] = truncated
-    ends = []
-    for i, at in cuts.items():
-        marked = set(at.values())
-        ends.append(replace(rows[i], trains=tuple(place in marked for place in range(len(rows[i].tokens)))))
+            cuts[i], marked = truncated, set(truncated.values())
+            ends.append(replace(rows[i], trains=tuple(place in marked for place in range(len(rows[i].tokens)))))
     if not ends:
         return scored
     with value_model.ranks.call_on_ranks("score_values", ends, (), True):

@@ -13,6 +13,7 @@ from torch import Tensor
 from ludus.config.schema import Config
 from ludus.engines.models.loading import load_model
 from ludus.errors import UserError
+from ludus.training.batches.rows import pad_table
 from ludus.training.run.checkpoint import load_part
 from ludus.training.run.run_dir import list_checkpoints
 from ludus.training.run.session import TrainingSession
@@ -33,10 +34,7 @@ class RewardModel:
     def scores(self, sequences: Sequence[ScoredSequence]) -> list[Tensor]:
         """Return the score at each position of each attempt, `[K]` each, with gradient."""
         states = self.states
-        width = max(len(sequence.tokens) for sequence in sequences)
-        tokens = torch.zeros(len(sequences), width, dtype=torch.int64)
-        for i, sequence in enumerate(sequences):
-            tokens[i, : len(sequence.tokens)] = torch.tensor(sequence.tokens)
+        tokens = pad_table([sequence.tokens for sequence in sequences], torch.int64)
         rows = torch.tensor([i for i, sequence in enumerate(sequences) for _ in sequence.positions])
         columns = torch.tensor([position for sequence in sequences for position in sequence.positions])
         device = states.device
