@@ -282,16 +282,6 @@ _NAMED: dict[tuple[type[PartSpec], str], PartSpec] = {}
 """The specs of built-in parts and of loaded plug-ins, by kind and name."""
 
 
-def spec_of(kind: type[S], found: object) -> S | None:
-    """Return the spec of a declared function, a default spec for another callable, else None."""
-    if not callable(found):
-        return None
-    if found not in _SPECS:
-        kind(help=(found.__doc__ or f"{found}").strip().splitlines()[0])(found)
-    spec = _SPECS[found]
-    return spec if isinstance(spec, kind) else None
-
-
 def modules_of(package: str, path: Iterable[str]) -> tuple[ModuleType, ...]:
     """Import and return the modules of a package, sorted by name. `path` is the package's `__path__`."""
     return tuple(import_module(f"{package}.{module.name}") for module in iter_modules(path))
@@ -340,8 +330,11 @@ def _find_plugin(kind: type[PartSpec], name: str) -> PartSpec:
     """Return the spec of a plug-in. Raises ConfigError for an unknown name, parameter or field."""
     setting = f"algorithm.{kind.part}"
     built_in = [one for (other, one), spec in _NAMED.items() if other is kind and spec.selectable and one == spec.name]
-    found = spec_of(kind, find_plugin(kind.plugins, name, setting, built_in))
-    if found is None:
+    function = find_plugin(kind.plugins, name, setting, built_in)
+    if callable(function) and function not in _SPECS:
+        kind(help=(function.__doc__ or f"{function}").strip().splitlines()[0])(function)
+    found = _SPECS.get(function) if callable(function) else None
+    if not isinstance(found, kind):
         raise ConfigError(f"{setting} = {name!r} is not a function that {kind.__name__} can declare.")
     itself = "outcomes" if kind.batch is Outcomes else "batch"
     known = {*(f.name for f in fields(kind.batch)), itself}

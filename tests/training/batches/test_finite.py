@@ -152,7 +152,7 @@ class SynchronizationCounter(TorchDispatchMode):
         return function(*args, **(kwargs or {}))
 
 
-def seen(*, odd_at=None, odd=math.nan, loss=1.0):
+def seen(*, odd_at=None, odd=math.nan):
     """A watch that has seen the microbatches of a batch, and how many reads that took."""
     watch, rows = FiniteChecks(), named_rows()
     parts = microbatches(rows, 40, torch.device("cpu"), torch.float64)
@@ -163,10 +163,9 @@ def seen(*, odd_at=None, odd=math.nan, loss=1.0):
             table[part.index.index(odd_at), first_trained(rows[odd_at])] = odd
         table[~part.trains] = math.inf
     with SynchronizationCounter() as reads:
-        for number, (part, table) in enumerate(zip(parts, tables, strict=True)):
+        for part, table in zip(parts, tables, strict=True):
             given = {"entropy": torch.zeros_like(table), "log-probability": table, "KL": None}
             watch.add_values(part, part.trains, given)
-            watch.add_loss(torch.tensor(loss if number == 1 else 1.0))
     return watch, reads.count
 
 
@@ -181,15 +180,11 @@ def test_finite_check_synchronizes_once_per_step():
 @ODD
 @pytest.mark.parametrize("row", range(9))
 def test_row_of_a_non_finite_logprob_is_reported(row, odd):
-    watch, reads = seen(odd_at=row, odd=odd, loss=math.nan)
+    watch, reads = seen(odd_at=row, odd=odd)
     assert reads == 0
     assert watch.fault == f"A log-probability of sample {row} of task t is {odd}."
     watch.clear()
     assert watch.fault == ""
-
-
-def test_infinite_loss_is_reported():
-    assert seen(loss=math.inf)[0].fault == "The loss is inf."
 
 
 def test_overflowing_loss_is_rejected_and_leaves_weights_unchanged():

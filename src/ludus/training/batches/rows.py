@@ -397,9 +397,8 @@ def find_row_fault(rows: Sequence[Row]) -> str:
 
 @dataclass
 class FiniteChecks:
-    """Checks that values and losses of a step's microbatches are finite, at the end only: reading them synchronizes."""
+    """Checks that the values of a step's microbatches are finite, at the end only: reading them synchronizes."""
 
-    _losses: list[Tensor] = field(default_factory=list, init=False)
     _checks: list[tuple[Microbatch, Tensor, dict[str, Tensor]]] = field(default_factory=list, init=False)
 
     def add_values(self, part: Microbatch, mask: Tensor, given: Mapping[str, Tensor | None]) -> None:
@@ -408,27 +407,21 @@ class FiniteChecks:
             (part, mask, {what: values.detach() for what, values in given.items() if values is not None})
         )
 
-    def add_loss(self, loss: Tensor) -> None:
-        self._losses.append(loss.detach())
-
     def clear(self) -> None:
-        self._losses.clear()
         self._checks.clear()
 
     @property
     def fault(self) -> str:
-        """Describe the first row with a non-finite value, or the first non-finite loss; "" if all are finite."""
+        """Describe the first row with a non-finite value; "" if all are finite."""
         found = [mask & torch.stack([~v.isfinite() for v in given.values()]) for _, mask, given in self._checks]
-        flags = [where.any() for where in found] + [~loss.isfinite() for loss in self._losses]
-        if not flags or not bool(torch.stack(flags).any()):
-            return ""
-        for (part, _, given), where in zip(self._checks, found, strict=True):
-            if len(places := where.nonzero()):
-                field_number, place, column = places[0].tolist()
-                what, values = list(given.items())[field_number]
-                name = part.names[place] or f"row {part.index[place]}"
-                return describe_fault(what, [float(values[place, column])], name)
-        return f"The loss is {next(float(loss) for loss in self._losses if not loss.isfinite())}."
+        if found and bool(torch.stack([where.any() for where in found]).any()):
+            for (part, _, given), where in zip(self._checks, found, strict=True):
+                if len(places := where.nonzero()):
+                    field_number, place, column = places[0].tolist()
+                    what, values = list(given.items())[field_number]
+                    name = part.names[place] or f"row {part.index[place]}"
+                    return describe_fault(what, [float(values[place, column])], name)
+        return ""
 
 
 def describe_fault(what: str, values: Sequence[float], name: str) -> str:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import math
 import operator
 import random
 from collections import deque
@@ -362,7 +363,9 @@ class Learner:
         self._check_finite(find_row_fault(rows))
         with model_precision(self.scorer.model):
             self.budget.each(lambda limit: self._split(rows, limit), backward, undo, self.ranks)
-        self._check_finite(self._finite.fault)
+        losses = [one.loss for one in collected]
+        infinite = next((f"The loss is {loss}." for loss in losses if not math.isfinite(loss)), "")
+        self._check_finite(self._finite.fault or infinite)
         self._finite.clear()
         sum_gradients(self.optimizer.parameters, self.ranks)
         gathered = [statistics for part in self.ranks.gather(collected) for statistics in part]
@@ -409,7 +412,6 @@ class Learner:
             replay = self.scorer.routing.replay([known.experts[i] for i in part.index])
         with replay:
             loss, statistics = self._loss(part, normaliser, known, aux, against)
-            self._finite.add_loss(loss)
             if loss.requires_grad:
                 torch.autograd.backward(loss)
         return statistics
