@@ -91,7 +91,7 @@ def policy_results(kind, dtype):
         statistics, tokens = one.gradient(rows, known)
         named = {n: p for n, p in one.scorer.model.named_parameters() if p.requires_grad}
         found |= {f"{case}/gradient/{n}": full_tensor(p.grad).clone() for n, p in named.items()}
-        found[f"{case}/loss"] = torch.tensor([statistics.loss, statistics.kl_mean or 0.0, tokens])
+        found[f"{case}/loss"] = torch.tensor([statistics.loss, (statistics.kl_sum or 0.0) / tokens, tokens])
     one = make(kind, dtype, WITH_ALL_TERMS, LearnerSettings(60), ranks)
     found |= {f"first/{n}": torch.tensor(value) for n, value in one.train(rows, seed=3).items()}
     one = make(kind, dtype, WITH_ALL_TERMS, LearnerSettings(60, epochs=2, minibatches=2), ranks)

@@ -38,7 +38,7 @@ def results(part: slice) -> dict[str, object]:
     for name, algorithm in CASES.items():
         one = learner(model, algorithm, LearnerSettings(microbatch_tokens=60), reference)
         statistics, tokens = one.gradient(rows, known)
-        found[name] = (gradients(model), statistics.loss, statistics.kl_mean, tokens)
+        found[name] = (gradients(model), statistics.loss, statistics.kl_sum, tokens)
     one = learner(model, settings=LearnerSettings(epochs=2))
     found["metrics"] = one.train(rows, seed=0)
     found["weights"] = {name: p.detach() for name, p in model.named_parameters()}

@@ -234,7 +234,7 @@ def test_objective_statistics_match_hand_computed_values():
     total, stats = objective(batch, algorithm, Normalizer.of(batch.mask))
     assert stats.policy_loss == pytest.approx(-4.0)
     assert float(total) == stats.loss == pytest.approx(-4.0 + 0.1 * 3 - 0.2 * 0.5)
-    assert (stats.kl_mean, stats.entropy_mean) == (3.0, 0.5)
+    assert (stats.kl_sum, stats.entropy_sum) == (9.0, 1.5)
     assert (stats.mismatch.truncated, stats.mismatch.gap_mean) == (3, 1.0)
     assert (stats.clip.tokens, stats.clip.ratio_mean) == (3, 1.0)
 
@@ -245,7 +245,7 @@ def test_kl_outside_the_loss_is_reported_and_not_added():
     algorithm = replace(PRESETS["grpo"], kl="k1", kl_coef=0.5, kl_placement="reward")
     total, stats = objective(batch, algorithm, Normalizer.of(ones))
     assert float(total) == -1.0
-    assert (stats.kl_mean, stats.entropy_mean) == (3.0, None)
+    assert (stats.kl_sum, stats.entropy_sum) == (6.0, None)
 
 
 def test_objective_raises_when_required_inputs_are_missing():

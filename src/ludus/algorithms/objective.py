@@ -128,29 +128,6 @@ class Statistics(SummedFields):
     chosen_sum: float | None = None
     terms: Mapping[str, float] = field(default_factory=dict)
 
-    @property
-    def kl_mean(self) -> float | None:
-        """Mean of the KL estimate over action tokens, nats."""
-        return self._mean(self.kl_sum)
-
-    @property
-    def entropy_mean(self) -> float | None:
-        """Mean entropy over action tokens, nats."""
-        return self._mean(self.entropy_sum)
-
-    @property
-    def teacher_mean(self) -> float | None:
-        """Mean of `logprobs - teacher` over action tokens: the reverse KL to the teacher, nats."""
-        return self._mean(self.teacher_sum)
-
-    @property
-    def chosen_share(self) -> float | None:
-        """Share of action tokens selected by a covariance loss."""
-        return self._mean(self.chosen_sum)
-
-    def _mean(self, total: float | None) -> float | None:
-        return None if total is None else total / max(self.clip.tokens, 1)
-
 
 def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -> tuple[Tensor, Statistics]:
     """Return the loss [] to call `backward` on, and its statistics.

@@ -545,10 +545,10 @@ def _token_metrics(updates: Sequence[Statistics]) -> dict[str, float]:
     }
     metrics |= {f"{GAP_BY_PROBABILITY}{label}": gap for label, gap in statistics.spread.gap_means.items()}
     optional = {
-        ENTROPY: statistics.entropy_mean,
-        "policy/kl_reference": statistics.kl_mean,
-        "policy/chosen_share": statistics.chosen_share,
-        "distill/reverse_kl": statistics.teacher_mean,
+        ENTROPY: statistics.entropy_sum,
+        "policy/kl_reference": statistics.kl_sum,
+        "policy/chosen_share": statistics.chosen_sum,
+        "distill/reverse_kl": statistics.teacher_sum,
     }
-    metrics |= {name: value for name, value in optional.items() if value is not None}
+    metrics |= {name: total / max(clip.tokens, 1) for name, total in optional.items() if total is not None}
     return metrics | {f"loss/{name}": value / len(updates) for name, value in statistics.terms.items()}
