@@ -49,20 +49,20 @@ def k3_k2grad(*, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
     return value + (gradient - gradient.detach())
 
 
-def full_reverse(*, logits: Tensor, ref_logits: Tensor) -> Tensor:
-    """Return `KL(policy || reference) = sum_v p (log p - log q)` of the distributions of tempered logits, nats.
+def full_reverse(*, logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
+    """Return `KL(policy || reference) = sum_v p (log p - log q)` of the tempered distributions, nats.
 
     [...] from `logits`, `ref_logits` [..., V]; no sampling noise. Positions are independent: long inputs
     can be split, and only action positions should be passed. A token with logit -inf under the policy
     contributes 0; one with logit -inf only under the reference makes the divergence infinite. Half precision
     is computed and returned in float32. The gradient flows through both.
     """
-    return _divergence(_log_softmax(logits), _log_softmax(ref_logits))
+    return _divergence(_log_softmax(logits, temperature), _log_softmax(ref_logits, temperature))
 
 
-def full_forward(*, logits: Tensor, ref_logits: Tensor) -> Tensor:
+def full_forward(*, logits: Tensor, ref_logits: Tensor, temperature: float = 1.0) -> Tensor:
     """Return `KL(reference || policy) = sum_v q (log q - log p)`; all else as in `full_reverse`."""
-    return _divergence(_log_softmax(ref_logits), _log_softmax(logits))
+    return _divergence(_log_softmax(ref_logits, temperature), _log_softmax(logits, temperature))
 
 
 def penalised_rewards(*, rewards: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tensor:
@@ -122,9 +122,9 @@ def penalised_advantages(
     return select(advantages.detach() - coef * centred, mask)
 
 
-def _log_softmax(logits: Tensor) -> Tensor:
+def _log_softmax(logits: Tensor, temperature: float) -> Tensor:
     wide = logits if logits.dtype in (torch.float32, torch.float64) else logits.float()
-    return torch.log_softmax(wide, dim=-1)
+    return torch.log_softmax(wide / temperature, dim=-1)
 
 
 def _divergence(first: Tensor, second: Tensor) -> Tensor:
