@@ -6,12 +6,18 @@ import json
 from collections.abc import Mapping
 from typing import TypeVar, get_args
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
 
 from ludus.errors import ConfigError, nearest_names
 
 Settings = TypeVar("Settings", bound=BaseModel)
+
+
+class WorldSettings(BaseModel):
+    """Base of a world's settings: immutable, without unknown keys."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
 
 
 def read_settings(schema: type[Settings], given: Mapping[str, object]) -> Settings:

@@ -18,11 +18,11 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, TypeAdapter
+from pydantic import Field, TypeAdapter
 
 from ludus.envs.base import SandboxWorld, shipped_report
 from ludus.envs.messages import assistant, tool_turn
-from ludus.envs.settings import read_settings
+from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, split_of
 from ludus.errors import ConfigError
@@ -67,10 +67,8 @@ _WAIT_S = 50.0
 _cut = partial(shorten, longest=300)
 
 
-class CodeSettings(BaseModel):
+class CodeSettings(WorldSettings):
     """Settings of the code world (`env.settings`)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     tasks: int = Field(500, ge=20, le=2_000)
     """Number of tasks in all splits; fewer if the data has fewer of these levels and families."""

@@ -14,11 +14,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ludus.envs.base import SandboxWorld, shipped_report
 from ludus.envs.messages import assistant, tool_call
-from ludus.envs.settings import read_settings
+from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.task_archive import SPLITS, in_turn, repeat_lines, split_sizes
 from ludus.envs.tool_env import ToolEnv, ToolLimits, describe_error
 from ludus.envs.tool_world import Dialogue, check_split
@@ -39,10 +39,8 @@ FILE_SPLIT = "file"
 """The split with the tasks of `data`."""
 
 
-class FunctionsSettings(BaseModel):
+class FunctionsSettings(WorldSettings):
     """Settings of the functions world (`env.settings`)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_tasks: int = Field(2000, ge=20)
     """Number of training tasks; validation, test and composition have a tenth, a quarter and a fifth of it."""

@@ -12,10 +12,10 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ludus.envs.base import Environment, World
-from ludus.envs.settings import read_settings
+from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import Dialogue, split_of
 from ludus.rewards.base import Reward
@@ -25,10 +25,8 @@ from ludus.types import Action, Message, StepResult, StopReason, Task, Trajector
 SPLITS = {"train": 0.5, "validation": 0.2, "test": 0.3}
 
 
-class GuessSettings(BaseModel):
+class GuessSettings(WorldSettings):
     """Settings of the guess world (`env.settings`)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     sizes: tuple[int, ...] = (11, 13, 15)
     """Sizes of the ranges of the tasks."""

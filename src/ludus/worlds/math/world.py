@@ -11,13 +11,13 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ludus.envs import task_files
 from ludus.envs.base import World, shipped_report
 from ludus.envs.benchmarks import BenchmarkName
 from ludus.envs.messages import assistant, tool_turn
-from ludus.envs.settings import read_settings
+from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.task_archive import SPLITS, split_sizes
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
@@ -45,10 +45,8 @@ from ludus.worlds.math.problems import (
 _LIMITS = Limits(wall_s=5.0, cpu_s=5.0, files_out=0)
 
 
-class MathSettings(BaseModel):
+class MathSettings(WorldSettings):
     """Settings of the math world (`env.settings`)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     num_tasks: int = Field(5000, ge=20)
     """Number of training tasks; validation, test and composition have a tenth, a quarter and a fifth of it."""

@@ -14,11 +14,11 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ludus.envs.base import World
 from ludus.envs.messages import assistant, tool_turn
-from ludus.envs.settings import read_settings
+from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
 from ludus.errors import ConfigError
@@ -50,10 +50,8 @@ FULL["tool"] = f"Look up one fact a search, and search again if the answer needs
 SIZES = {"train": 24_000, "validation": 1_000, "test": 1_500, "composition": 1_200}
 
 
-class SearchSettings(BaseModel):
+class SearchSettings(WorldSettings):
     """Settings of the search world (`env.settings`)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     access: Literal["tool", "once", "none"] = "tool"
     """`tool`: searches in a loop. `once`: passages for the question are in the prompt (RAG). `none`: no passages."""

@@ -14,11 +14,11 @@ from functools import cached_property
 from itertools import islice
 from typing import Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ludus.envs.base import World, shipped_report
 from ludus.envs.messages import assistant, tool_turn
-from ludus.envs.settings import read_settings
+from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.tool_env import ToolEnv, ToolLimits, describe_error
 from ludus.envs.tool_world import Dialogue, split_of
 from ludus.rewards.base import Reward, truth_of
@@ -50,10 +50,8 @@ ANSWER_PROMPTS = {
 }
 
 
-class SqlSettings(BaseModel):
+class SqlSettings(WorldSettings):
     """Settings of the SQL world (`env.settings`)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     levels: tuple[Literal[1, 2, 3, 4, 5], ...] = Field((1, 2, 3, 4, 5), min_length=1)
     """Levels of the questions: 1 is one table and one condition, 5 joins, nested queries, ranks."""

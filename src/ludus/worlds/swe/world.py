@@ -11,11 +11,11 @@ from functools import cache, cached_property, lru_cache
 from pathlib import Path
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
 from ludus.envs.base import SessionWorld
 from ludus.envs.messages import calling_message, tool_turn
-from ludus.envs.settings import read_settings
+from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.sources import fetch, require
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
@@ -33,10 +33,8 @@ from ludus.worlds.swe.repository import DATA, Checkout, checkout, names_of, pack
 SPLITS = ("train", "validation", "test")
 
 
-class SweSettings(BaseModel):
+class SweSettings(WorldSettings):
     """Settings of the software repair world (`env.settings`)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     catalogue: str = ""
     """Folder with `packages.jsonl` and `tasks.jsonl`; empty: the tasks that ship with Ludus."""

@@ -19,8 +19,9 @@ from itertools import islice
 from json import loads
 from typing import Final, Literal
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import Field
 
+from ludus.envs.settings import WorldSettings
 from ludus.errors import ConfigError
 from ludus.worlds.terminal.checks import CHECKS, make_check
 from ludus.worlds.terminal.task import CommandCheck, TerminalService, TerminalTask, pair
@@ -35,10 +36,8 @@ TENTHS: Final = (*("train",) * 7, "validation", "test", "test")
 _MAX_DRAWS: Final = 200
 
 
-class TerminalSettings(BaseModel):
+class TerminalSettings(WorldSettings):
     """Settings of the terminal world (`env.settings`)."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True)
 
     levels: tuple[Literal[1, 2, 3, 4], ...] = Field(LEVELS, min_length=1)
     """Difficulty levels."""
