@@ -27,7 +27,7 @@ def answer_text(question: SqlQuestion) -> str:
 
 def task_shapes(questions: Sequence[SqlQuestion]) -> list[TaskShape]:
     """Return what distinguishes each question."""
-    return [TaskShape(str(one.level), one.text, one.shape) for one in questions]
+    return [TaskShape(str(one.level), one.data["text"], one.data["shape"]) for one in questions]
 
 
 def majority(train: Sequence[SqlQuestion]) -> Guess:

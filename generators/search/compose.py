@@ -13,7 +13,8 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from ludus.worlds.search.questions import SPLITS, WEIGHTS, Hop, SearchQuestion
+from ludus.envs.task_archive import SPLITS
+from ludus.worlds.search.questions import WEIGHTS, Hop, SearchQuestion
 
 HELD_OUT = ("airport", "city", "timezone")
 CHAINS = [tuple(family.split("/")) for family in WEIGHTS if "/" in family]

@@ -19,13 +19,14 @@ from generators.search.compose import CHAINS, HELD_OUT, NOUNS, QUERIES, QUESTION
 
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.registry import build_world
+from ludus.envs.task_archive import SPLITS
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import check_rewards, success
 from ludus.rewards.exact_match import ExpectedAnswers, matches, normalise
 from ludus.rollouts.episode import run_episode
 from ludus.types import Action, Message, StopReason, ToolCall
-from ludus.worlds.search.questions import SPLITS, WEIGHTS, all_hops, all_questions, passage_values
+from ludus.worlds.search.questions import WEIGHTS, all_hops, all_questions, passage_values
 from ludus.worlds.search.world import SYSTEM, SearchFlaws, SearchSettings, SearchSolver, SearchWorld, make_search_world
 from tests.rewards.test_turn_verifiers import calls_of, shares
 

@@ -23,6 +23,7 @@ from generators.sql.render import to_sql, to_words
 
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.envs.registry import build_world
+from ludus.envs.task_archive import SPLITS
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation import scripted_agents as scripted
@@ -32,8 +33,8 @@ from ludus.rollouts.episode import run_episode
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.sql import questions as data
 from ludus.worlds.sql.grader import is_right, make_truth, paraphrases, returns_rows
-from ludus.worlds.sql.questions import FILES, LEVELS, SPLITS, make_image
-from ludus.worlds.sql.world import SqlFlaws, SqlSettings, SqlSolver, SqlWorld, make_sql_world
+from ludus.worlds.sql.questions import FILES, LEVELS, make_image
+from ludus.worlds.sql.world import SqlFlaws, SqlSettings, SqlWorld, make_sql_world, solve
 
 Test.__test__ = False
 WORLD = SqlWorld()
@@ -128,7 +129,7 @@ def test_the_hidden_database_has_the_same_tables_and_other_rows():
 
 def test_there_are_many_tasks_of_every_level_and_domain_and_no_two_have_a_shape_in_common(questions):
     assert len(questions) >= 500
-    assert len({q.shape for q in questions}) == len(questions)
+    assert len({q.data["shape"] for q in questions}) == len(questions)
     assert all(number >= 100 for number in shapes_by_level(questions).values())
     assert {q.pair.key.split("-")[0] for q in questions} == {d.name for d in DOMAINS}
     assert len({q.id for q in questions}) == len(questions)
@@ -144,7 +145,7 @@ def test_shape_ignores_names_texts_and_numbers():
 
 
 def test_splits_share_no_shape_and_composition_has_held_out_pairs(drawn):
-    shapes = {split: {q.shape for q in WORLD.questions[split]} for split in SPLITS}
+    shapes = {split: {q.data["shape"] for q in WORLD.questions[split]} for split in SPLITS}
     assert all(not shapes[a] & shapes[b] for a in SPLITS for b in SPLITS if a != b)
     assert all(len(found) >= 30 for found in shapes.values())
     assert len({q.level for q in WORLD.questions["composition"]}) == 5
@@ -157,8 +158,8 @@ def test_splits_share_no_shape_and_composition_has_held_out_pairs(drawn):
 
 def test_split_by_questions_the_three_share_shapes_and_no_question():
     world = SqlWorld(SqlSettings(tasks=120, levels=(1,), per_shape=20, unseen="questions"))
-    asked = {s: {(q.pair.key, q.text) for q in world.questions[s]} for s in SPLITS}
-    shapes = {s: {q.shape for q in world.questions[s]} for s in SPLITS}
+    asked = {s: {(q.pair.key, q.data["text"]) for q in world.questions[s]} for s in SPLITS}
+    shapes = {s: {q.data["shape"] for q in world.questions[s]} for s in SPLITS}
     assert all(not asked[a] & asked[b] for a in SPLITS for b in SPLITS if a != b)
     assert shapes["test"] & shapes["train"]
     assert not shapes["composition"] & shapes["train"]
@@ -253,7 +254,7 @@ def test_echoes_and_other_answers_have_no_reward(questions):
     for group in by_database.values():
         for question, other in zip(group, [*group[1:], group[0]], strict=True):
             truth = make_truth(question)
-            for said in ("", "I do not know.", "SELECT 1", "SELECT NULL", question.text, answer_text(other)):
+            for said in ("", "I do not know.", "SELECT 1", "SELECT NULL", question.data["text"], answer_text(other)):
                 assert not is_right(said, truth), (said, question.sql)
 
 
@@ -427,17 +428,19 @@ def test_names_in_the_question_make_schema_lookups_unnecessary():
     plain = SqlWorld(SqlSettings(tasks=40, vary_names=False))
     asked = list(chain.from_iterable(plain.questions.values()))
     assert all(query == plain for q in asked for query, plain in (q.data["queries"], *q.data["forgetful"]))
-    varied = {q.text: q for found in SqlWorld(SqlSettings(tasks=40)).questions.values() for q in found}
-    assert {q.text: (q.rows, q.hidden_rows) for q in asked} == {t: (q.rows, q.hidden_rows) for t, q in varied.items()}
-    assert all(q.sql == varied[q.text].data["queries"][1] for q in asked)
-    assert any(q.sql != varied[q.text].sql for q in asked)
+    varied = {q.data["text"]: q for found in SqlWorld(SqlSettings(tasks=40)).questions.values() for q in found}
+    assert {q.data["text"]: (q.rows, q.hidden_rows) for q in asked} == {
+        t: (q.rows, q.hidden_rows) for t, q in varied.items()
+    }
+    assert all(q.sql == varied[q.data["text"]].data["queries"][1] for q in asked)
+    assert any(q.sql != varied[q.data["text"]].sql for q in asked)
 
 
 # Demonstrations
 
 
 def test_demonstrations_are_training_tasks_with_real_tool_outputs():
-    asked = {q.text for q in WORLD.questions["train"]}
+    asked = {q.data["text"] for q in WORLD.questions["train"]}
     for dialogue in islice(WORLD.demonstrations(5), 150):
         system, user, *said = dialogue.messages
         assert user["content"].split("\n")[0] in asked
@@ -456,7 +459,7 @@ def shown(flaws, num=80):
     """Questions and the messages that an expert with these flaws writes."""
     rng = random.Random(3)
     for question in some(WORLD.questions["train"], num):
-        yield question, SqlSolver(*WORLD.tools(question.pair.key), flaws).messages(question, rng)
+        yield question, solve(question, WORLD.tools(question.pair.key), flaws, rng)
 
 
 def test_the_flaws_come_as_often_as_set(drawn):
@@ -483,10 +486,9 @@ def test_the_flaws_come_as_often_as_set(drawn):
 
 def test_the_transcript_of_the_readme_is_a_real_one():
     question = next(q for q in WORLD.questions["train"] if q.id == "clinic-1:32ddee292758d70f")
-    expert = SqlSolver(*WORLD.tools(question.pair.key), SqlFlaws(0, 0, 1))
     page = README.read_text("utf-8")
-    assert question.text in page
-    for message in expert.messages(question, random.Random(1)):
+    assert question.data["text"] in page
+    for message in solve(question, WORLD.tools(question.pair.key), SqlFlaws(0, 0, 1), random.Random(1)):
         assert f"{message['role']}: {message['content']}" in page or message["tool_calls"]
         for call in message.get("tool_calls", []):
             assert call["function"]["arguments"] in page
@@ -538,7 +540,7 @@ def test_settings_choose_levels_domains_and_answers():
     assert {q.pair.key for q in asked} <= {"clinic-0", "clinic-1"}
     assert len(asked) == 15
     assert {q.kind for q in asked} == {"value"}
-    assert max(Counter(q.shape for q in asked).values()) <= 5
+    assert max(Counter(q.data["shape"] for q in asked).values()) <= 5
     none = SqlWorld(SqlSettings(tasks=10, levels=(1,), access="none"))
     assert none.environment(none.tasks("train")[0]).tools == ()
 

@@ -1,7 +1,8 @@
-"""Tasks that ship with a world: `data/tasks.zip`, whose members are JSON lines and are read when they are needed."""
+"""Tasks that ship with a world: `data/tasks.zip`, with JSON lines in its members, or packed files of lines."""
 
 from __future__ import annotations
 
+import lzma
 import random
 from collections.abc import Iterable, Iterator
 from functools import cache
@@ -21,6 +22,12 @@ def split_sizes(num_tasks: int, num_held_out: int | None) -> dict[str, int]:
     """Return the number of tasks of each split; `num_held_out`, unless None, sets it for test and for composition."""
     sizes = {split: max(round(num_tasks * share), 1) for split, share in zip(SPLITS, SHARES, strict=True)}
     return sizes if num_held_out is None else sizes | dict.fromkeys(SPLITS[2:], num_held_out)
+
+
+def packed_lines(world: str, name: str) -> list[str]:
+    """Return the lines of the file `data/NAME.jsonl.xz` of a world."""
+    packed = (files(f"ludus.worlds.{world}") / f"data/{name}.jsonl.xz").read_bytes()
+    return lzma.decompress(packed).decode().removesuffix("\n").split("\n")
 
 
 @cache

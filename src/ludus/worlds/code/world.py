@@ -7,13 +7,11 @@ from __future__ import annotations
 
 import ast
 import json
-import lzma
 import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
-from importlib.resources import files
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any, ClassVar, Final, Literal
@@ -23,6 +21,7 @@ from pydantic import Field, TypeAdapter
 from ludus.envs.base import SandboxWorld, shipped_report
 from ludus.envs.messages import assistant, tool_turn
 from ludus.envs.settings import WorldSettings, read_settings
+from ludus.envs.task_archive import SPLITS, packed_lines
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, split_of
 from ludus.errors import ConfigError
@@ -44,7 +43,6 @@ NUM_SHOWN = 3
 """Number of tests shown in the prompt."""
 NUM_TESTS = 15
 """Number of tests per problem in the data file."""
-SPLITS = ("train", "validation", "test", "composition")
 FAMILIES = (
     *("lists", "folds", "texts", "words", "numbers", "tables"),
     *("spans", "graphs", "grids", "parsing", "planning", "machines"),
@@ -420,8 +418,7 @@ def _problems(settings: CodeSettings) -> Mapping[str, tuple[CodeProblem, ...]]:
 
 @cache
 def _rows() -> list[dict[str, Any]]:
-    data = (files("ludus.worlds.code") / "data/problems.jsonl.xz").read_bytes()
-    return [json.loads(line) for line in lzma.decompress(data).decode("utf-8").splitlines()]
+    return [json.loads(line) for line in packed_lines("code", "problems")]
 
 
 def make_code_world(settings: Mapping[str, object], limits: ToolLimits) -> CodeWorld:

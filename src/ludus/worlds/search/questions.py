@@ -8,14 +8,13 @@ question, although each of its relations does.
 from __future__ import annotations
 
 import json
-import lzma
 import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
-from importlib.resources import files
 
-SPLITS = ("train", "validation", "test", "composition")
+from ludus.envs.task_archive import SPLITS, packed_lines
+
 WEIGHTS: Mapping[str, float] = {
     "airport/city": 0.06,
     "airport/code": 0.02,
@@ -65,8 +64,7 @@ class SearchQuestion:
 
 @cache
 def _lines() -> list[str]:
-    packed = (files("ludus.worlds.search") / "data/questions.jsonl.xz").read_bytes()
-    return lzma.decompress(packed).decode().split("\n")
+    return packed_lines("search", "questions")
 
 
 @cache

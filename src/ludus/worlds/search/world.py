@@ -19,6 +19,7 @@ from pydantic import Field
 from ludus.envs.base import World
 from ludus.envs.messages import assistant, tool_turn
 from ludus.envs.settings import WorldSettings, read_settings
+from ludus.envs.task_archive import SPLITS
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
 from ludus.errors import ConfigError
@@ -29,15 +30,7 @@ from ludus.rewards.shaping import citation_support, either, only_if
 from ludus.tools.base import Tool
 from ludus.tools.search import DenseIndex, FolderEncoder, HybridIndex, PassageIndex, RankedIndex, search_tool
 from ludus.types import JSON, Message, Task, ToolStatus, Trajectory
-from ludus.worlds.search.questions import (
-    SPLITS,
-    WEIGHTS,
-    Hop,
-    SearchQuestion,
-    all_questions,
-    passage_values,
-    sample_questions,
-)
+from ludus.worlds.search.questions import WEIGHTS, Hop, SearchQuestion, all_questions, passage_values, sample_questions
 
 SYSTEM = {
     "tool": "Answer the question. Search until you know.",

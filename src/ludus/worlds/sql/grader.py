@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import lru_cache
 from itertools import islice, permutations
 from typing import cast
@@ -26,8 +26,6 @@ MAX_EXTRA = 2
 """Maximum additional columns in a result with the gold rows."""
 MAX_CHOICES = 720
 """Maximum number of column selections that are compared."""
-LIMITS = SqlLimits()
-"""Limits of a query that is an answer."""
 CENT = 0.005
 """Tolerance of a value; questions request two decimals."""
 
@@ -67,7 +65,7 @@ def is_right(answer: str, truth: SqlTruth) -> bool:
 
 @lru_cache(maxsize=256)
 def returns_rows(answer: str, image: bytes, due: Rows) -> bool:
-    """Return whether the answer is a query that returns these rows on a database, within `LIMITS`.
+    """Return whether the answer is a query that returns these rows on a database, within the limits of the tool.
 
     A Markdown fence and a final semicolon are removed. Results are cached, because two rewards need them.
     """
@@ -76,9 +74,9 @@ def returns_rows(answer: str, image: bytes, due: Rows) -> bool:
 
 
 def _rows_of(query: str, image: bytes, enough: int) -> list[PlainRow] | None:
-    """Return the first rows of a query within `LIMITS`, or None if it fails or returns bytes."""
+    """Return the first rows of a query within the limits, or None if it fails or returns bytes."""
     try:
-        database = Database(image, limits=replace(LIMITS, counted=enough))
+        database = Database(image, limits=SqlLimits(counted=enough))
         result = database.query(query.rstrip().rstrip(";"), keep=enough)
     except SqlError:
         return None

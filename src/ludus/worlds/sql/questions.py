@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import lzma
 import random
 import sqlite3
 from collections import Counter
@@ -16,16 +15,15 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing
 from dataclasses import dataclass, field
 from functools import cache
-from importlib.resources import files
 from itertools import accumulate, islice, zip_longest
 from typing import TYPE_CHECKING, Final, Literal, TypedDict
 
+from ludus.envs.task_archive import SPLITS, packed_lines
 from ludus.rewards.code.sql_rows import Cell
 
 if TYPE_CHECKING:
     from ludus.worlds.sql.world import SqlSettings
 
-SPLITS = ("train", "validation", "test", "composition")
 SHARES = (("train", 0.6), ("validation", 0.1), ("test", 0.3))
 LEVELS = (1, 2, 3, 4, 5)
 Domain = Literal["shop", "library", "clinic", "flights", "school", "cinema"]
@@ -67,8 +65,9 @@ class TableData(TypedDict):
 class QuestionData(TypedDict):
     """A question on a database.
 
-    `queries` is a pair: the gold query with the database's own names and with plain names. `forgetful` are such pairs
-    without one of the conditions, or without the order. `value` is whether the answer may be a value.
+    `text` is the question without the form of its answer. `queries` is a pair: the gold query with the database's own
+    names and with plain names. `forgetful` are such pairs without one of the conditions, or without the order. `shape`
+    is the gold query without identifiers, texts and numbers. `value` is whether the answer may be a value.
     """
 
     database: str
@@ -111,16 +110,6 @@ class SqlQuestion:
     def sql(self) -> str:
         """The gold query."""
         return self.data["queries"][0]
-
-    @property
-    def text(self) -> str:
-        """The question without the form of its answer."""
-        return self.data["text"]
-
-    @property
-    def shape(self) -> str:
-        """The gold query without identifiers, texts and numbers."""
-        return self.data["shape"]
 
 
 def digest(text: str) -> int:
@@ -178,10 +167,10 @@ def questions(settings: SqlSettings) -> Mapping[str, Sequence[SqlQuestion]]:
             half = settings.answers == "both" and data["value"] and digest(data["shape"]) % 2 == 0
             kind: AnswerKind = "value" if settings.answers == "value" or half else "query"
             question = SqlQuestion(pair, data, level, kind, shown, hidden)
-            text = question.shape if settings.unseen == "shapes" else f"{pair.key} {question.text}"
+            text = data["shape"] if settings.unseen == "shapes" else f"{pair.key} {data['text']}"
             splits["composition" if data["held_out"] else split_by_hash(text)].append(question)
     for found in splits.values():
-        found.sort(key=lambda question: digest(f"{question.pair.key} {question.text}"))
+        found.sort(key=lambda question: digest(f"{question.pair.key} {question.data['text']}"))
     return splits
 
 
@@ -219,7 +208,6 @@ def _select(settings: SqlSettings, databases: Mapping[str, object]) -> Iterator[
 @cache
 def _read(name: str) -> Mapping[str, Sequence[str]]:
     """Return the lines of a data file by the keys in its header (levels, or databases)."""
-    packed = (files("ludus.worlds.sql") / "data" / f"{name}.jsonl.xz").read_bytes()
-    head, *lines = lzma.decompress(packed).decode().removesuffix("\n").split("\n")
+    head, *lines = packed_lines("sql", name)
     remaining = iter(lines)
     return {key: list(islice(remaining, count)) for key, count in json.loads(head)}

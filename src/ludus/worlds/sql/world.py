@@ -10,7 +10,7 @@ import random
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import islice
 from typing import Literal
 
@@ -19,6 +19,7 @@ from pydantic import Field
 from ludus.envs.base import World, shipped_report
 from ludus.envs.messages import assistant, tool_turn
 from ludus.envs.settings import WorldSettings, read_settings
+from ludus.envs.task_archive import SPLITS
 from ludus.envs.tool_env import ToolEnv, ToolLimits, describe_error
 from ludus.envs.tool_world import Dialogue, split_of
 from ludus.rewards.base import Reward, truth_of
@@ -29,16 +30,7 @@ from ludus.tools.base import Tool
 from ludus.tools.sql import Database, SqlError, SqlLimits, schema_tool, sql_tool
 from ludus.types import JSON, Message, Task
 from ludus.worlds.sql.grader import SqlTruth, gold_rows_found, make_truth, paraphrases, result_set, shown_rows, was_run
-from ludus.worlds.sql.questions import (
-    DOMAINS,
-    NUM_DATABASES,
-    SPLITS,
-    DatabasePair,
-    Domain,
-    SqlQuestion,
-    pairs,
-    questions,
-)
+from ludus.worlds.sql.questions import DOMAINS, NUM_DATABASES, DatabasePair, Domain, SqlQuestion, pairs, questions
 
 SYSTEM = {
     "tool": "Answer the question about the database. See its tables with schema, try queries with sql.",
@@ -94,37 +86,28 @@ class SqlFlaws:
     """First misspell a name, then correct the query after the error. The wrong call is excluded from the loss."""
 
 
-@dataclass(frozen=True)
-class SqlSolver:
-    """Scripted policy that solves a question with the tools of its database."""
+def solve(question: SqlQuestion, tools: tuple[Tool, Tool], flaws: SqlFlaws, rng: random.Random) -> list[Message]:
+    """Return the messages after the question of a solution with `schema` and `sql`, mistakes included."""
+    schema, sql = tools
+    query, plain = question.data["queries"]
+    if rng.random() < flaws.omit_condition and question.data["forgetful"]:
+        query, plain = rng.choice(question.data["forgetful"])
+    if question.kind == "query" and rng.random() < flaws.skip_schema:
+        return [assistant(plain)]
+    messages = list(_call(schema, {}, "Look at the tables.", 0))
+    if rng.random() < flaws.misspell_name:
+        call, output = _call(sql, {"query": _misspelled(query, question, rng)}, "Run the query.", 1)
+        messages += [Message({**call, "train": False}), output]
+    messages += _call(sql, {"query": query}, "Run the query.", len(messages))
+    return [*messages, assistant(query if question.kind == "query" else messages[-1]["content"].split("\n")[1])]
 
-    schema: Tool
-    sql: Tool
-    flaws: SqlFlaws
 
-    def messages(self, question: SqlQuestion, rng: random.Random) -> list[Message]:
-        """Return the messages after the question, mistakes included."""
-        query, plain = question.data["queries"]
-        if rng.random() < self.flaws.omit_condition and question.data["forgetful"]:
-            query, plain = rng.choice(question.data["forgetful"])
-        if question.kind == "query" and rng.random() < self.flaws.skip_schema:
-            return [assistant(plain)]
-        messages = list(self._call(self.schema, {}, "Look at the tables.", 0))
-        if rng.random() < self.flaws.misspell_name:
-            wrong = _misspelled(query, question, rng)
-            call, output = self._call(self.sql, {"query": wrong}, "Run the query.", 1)
-            messages += [Message({**call, "train": False}), output]
-        messages += self._call(self.sql, {"query": query}, "Run the query.", len(messages))
-        if question.kind == "query":
-            return [*messages, assistant(query)]
-        return [*messages, assistant(messages[-1]["content"].split("\n")[1])]
-
-    def _call(self, tool: Tool, arguments: Mapping[str, JSON], thought: str, turn: int) -> tuple[Message, Message]:
-        try:
-            output = str(tool.function(**arguments))
-        except SqlError as error:
-            output = f"Error: {describe_error(error)}"
-        return tool_turn(turn, tool.name, arguments, output, reasoning=thought)
+def _call(tool: Tool, arguments: Mapping[str, JSON], thought: str, turn: int) -> tuple[Message, Message]:
+    try:
+        output = str(tool.function(**arguments))
+    except SqlError as error:
+        output = f"Error: {describe_error(error)}"
+    return tool_turn(turn, tool.name, arguments, output, reasoning=thought)
 
 
 def _misspelled(query: str, question: SqlQuestion, rng: random.Random) -> str:
@@ -144,7 +127,6 @@ class SqlWorld(World):
     limits: ToolLimits = field(default_factory=ToolLimits)
     name: str = "sql"
     splits: Sequence[str] = SPLITS
-    _tools: dict[str, tuple[Tool, Tool]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def questions(self) -> Mapping[str, Sequence[SqlQuestion]]:
@@ -184,10 +166,7 @@ class SqlWorld(World):
 
     def tools(self, database: str) -> tuple[Tool, Tool]:
         """Return the stateless tools `schema` and `sql` of a database."""
-        if database not in self._tools:
-            shown = Database(self.pairs[database].image, limits=SqlLimits(rows=self.settings.rows))
-            self._tools[database] = schema_tool(shown), sql_tool(shown)
-        return self._tools[database]
+        return _tools(self.pairs[database].image, self.settings.rows)
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         rng = random.Random(f"demonstrations:{self.settings.seed}:{seed}")
@@ -219,7 +198,7 @@ class SqlWorld(World):
 
     def _dialogue(self, question: SqlQuestion, flaws: SqlFlaws, rng: random.Random) -> Dialogue:
         tools = self.tools(question.pair.key)
-        return Dialogue((*self._opening(question), *SqlSolver(*tools, flaws).messages(question, rng)), tools)
+        return Dialogue((*self._opening(question), *solve(question, tools, flaws, rng)), tools)
 
     def _task(self, question: SqlQuestion, split: str) -> Task:
         tags = {"split": split, "family": f"level {question.level}"}
@@ -227,9 +206,15 @@ class SqlWorld(World):
         return Task(question.id, self._opening(question), make_truth(question), tags)
 
     def _opening(self, question: SqlQuestion) -> tuple[Message, ...]:
-        asked = f"{question.text}\n{ANSWER_PROMPTS[question.kind]}"
+        asked = f"{question.data['text']}\n{ANSWER_PROMPTS[question.kind]}"
         system = SYSTEM[self.settings.access]
         return Message(role="system", content=system), Message(role="user", content=asked)
+
+
+@cache
+def _tools(image: bytes, rows: int) -> tuple[Tool, Tool]:
+    shown = Database(image, limits=SqlLimits(rows=rows))
+    return schema_tool(shown), sql_tool(shown)
 
 
 def make_sql_world(settings: Mapping[str, object], limits: ToolLimits) -> SqlWorld:

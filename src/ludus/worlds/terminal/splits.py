@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import base64
 import hashlib
-import lzma
 import random
 import zlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
-from importlib.resources import files
 from itertools import islice
 from json import loads
 from typing import Final, Literal
@@ -22,11 +20,11 @@ from typing import Final, Literal
 from pydantic import Field
 
 from ludus.envs.settings import WorldSettings
+from ludus.envs.task_archive import SPLITS, packed_lines
 from ludus.errors import ConfigError
 from ludus.worlds.terminal.checks import CHECKS, make_check
 from ludus.worlds.terminal.task import CommandCheck, TerminalService, TerminalTask, pair
 
-SPLITS: Final = ("train", "validation", "test", "composition")
 LEVELS: Final = (1, 2, 3, 4)
 TOPICS: Final = ("files", "text", "tables", "logs", "git", "archives", "scripts", "configs", "processes")
 NUM_PAIRS: Final = 24
@@ -97,32 +95,13 @@ class TaskKind:
         return range(FIRST_DEMONSTRATION, FIRST_DEMONSTRATION + self.demonstrations)
 
 
-@dataclass(frozen=True)
-class TaskFile:
-    """The kinds, and one line per task."""
-
-    kinds: tuple[TaskKind, ...]
-    lines: Mapping[tuple[str, int], str] = field(repr=False)
-
-    def task(self, name: str, number: int) -> TerminalTask:
-        found = loads(self.lines[name, number], object_hook=decode)
-        assert isinstance(found, TerminalTask)
-        return found
-
-
 @cache
-def task_file() -> TaskFile:
-    """Return the shipped tasks."""
-    packed = files("ludus.worlds.terminal").joinpath("data/tasks.jsonl.xz").read_bytes()
-    return read_tasks(lzma.decompress(packed).decode())
-
-
-def read_tasks(text: str) -> TaskFile:
-    """Return the tasks in a file's text."""
-    head, *lines = text.removesuffix("\n").split("\n")
+def shipped_tasks() -> tuple[tuple[TaskKind, ...], Mapping[tuple[str, int], str]]:
+    """Return the kinds of the shipped tasks, and the line of each task by its kind and number."""
+    head, *lines = packed_lines("terminal", "tasks")
     kinds: tuple[TaskKind, ...] = tuple(loads(head, object_hook=decode))
     places = [(kind.name, number) for kind in kinds for number in kind.numbers]
-    return TaskFile(kinds, dict(zip(places, lines, strict=True)))
+    return kinds, dict(zip(places, lines, strict=True))
 
 
 _TYPES: Final[Mapping[str, Callable[..., object]]] = {
@@ -157,7 +136,7 @@ def make_task(kind: TaskKind, number: int, seed: int) -> TerminalTask:
         order = list(range(kind.num))
         random.Random(f"{seed}/{kind.name}").shuffle(order)
         place = order[number % kind.num]
-    found = task_file().task(kind.name, place)
+    found: TerminalTask = loads(shipped_tasks()[1][kind.name, place], object_hook=decode)
     return replace(found, parts=(kind.name,), topic=kind.topic, level=kind.level, number=number)
 
 
@@ -200,7 +179,7 @@ def splits_of(settings: TerminalSettings) -> dict[str, tuple[TerminalTask, ...]]
 
 def kinds_of(topics: Sequence[str]) -> list[TaskKind]:
     """Return the kinds of tasks of these topics, grouped by topic."""
-    return [kind for topic in dict.fromkeys(topics) for kind in task_file().kinds if kind.topic == topic]
+    return [kind for topic in dict.fromkeys(topics) for kind in shipped_tasks()[0] if kind.topic == topic]
 
 
 def _unseen_tasks(kinds: Sequence[TaskKind], first: int, seed: int, seen: set[str]) -> Iterator[TerminalTask]:

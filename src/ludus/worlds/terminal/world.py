@@ -15,6 +15,7 @@ from typing import ClassVar, Final
 from ludus.envs.base import SessionWorld, shipped_report
 from ludus.envs.messages import assistant, tool_turn
 from ludus.envs.settings import read_settings
+from ludus.envs.task_archive import SPLITS
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, split_of
 from ludus.errors import ConfigError, WorldError
@@ -30,7 +31,7 @@ from ludus.tools.workspace import LIMITS, Workspace, shell_tool
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
 from ludus.worlds.terminal.bench import BenchTask, load_bench
 from ludus.worlds.terminal.checks import Check, ProcessId, SessionState, matches
-from ludus.worlds.terminal.splits import SPLITS, TOPICS, TerminalSettings, kinds_of, make_task, splits_of
+from ludus.worlds.terminal.splits import TOPICS, TerminalSettings, kinds_of, make_task, splits_of
 from ludus.worlds.terminal.task import TerminalTask, start_services
 
 SYSTEM = (
