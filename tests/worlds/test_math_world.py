@@ -8,6 +8,7 @@ import sys
 import types
 from collections import Counter
 from fractions import Fraction
+from functools import partial
 from itertools import islice
 from math import comb, factorial, gcd, lcm, perm
 
@@ -62,7 +63,7 @@ def everything(tasks):
 
 
 def first(num, levels, topics, seed=0):
-    return list(islice(read_problems("train", levels, topics, seed), num))
+    return list(islice(read_problems("train", levels, topics, partial(read_lines, "math", seed=seed)), num))
 
 
 def answered(text):
@@ -158,7 +159,7 @@ def test_shipped_problems_equal_the_generator_output():
                 for topic in topics:
                     rows = [as_line(as_row(one)).encode() for one in made if (one.level, one.topic) == (level, topic)]
                     assert rows == list(islice(read_lines("math", f"{folder}{split}/{level}/{topic}"), len(rows)))
-            assert made == list(islice(read_problems(split, levels, topics, 0), 200))
+            assert made == list(islice(read_problems(split, levels, topics, partial(read_lines, "math")), 200))
 
 
 @pytest.mark.pages
@@ -531,7 +532,7 @@ def test_external_generator_grades_its_problems(gym):
     ("name", "said"), [("empty", "stores no answers"), ("generous", "accepts"), ("nothing", "no generator")]
 )
 def test_a_foreign_generator_that_cannot_be_trusted_is_refused(gym, name, said):
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
         gym_world(name).tasks("train")
 
 
@@ -541,15 +542,15 @@ def test_a_foreign_generator_that_cannot_be_trusted_is_refused(gym, name, said):
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"levels": [6]}, "Unknown level 6"),
-        ({"topics": ["algebro"]}, "Unknown topic 'algebro'"),
+        ({"levels": [6]}, "env.settings.levels.0 (= 6)"),
+        ({"topics": ["algebro"]}, "env.settings.topics.0 (= 'algebro')"),
         ({"tool": "abacus"}, "env.settings.tool"),
         ({"data": "a", "gym": ["b"]}, "both data and gym"),
         ({"level": 1}, "the nearest is env.settings.levels"),
     ],
 )
 def test_settings_that_do_not_fit_are_refused(settings, said):
-    with pytest.raises(ConfigError, match=said):
+    with pytest.raises(ConfigError, match=re.escape(said)):
         make_math_world(settings, ToolLimits())
 
 

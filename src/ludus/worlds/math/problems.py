@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import json
-import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
+from typing import Literal, get_args
 
-from ludus.envs.task_archive import in_turn, read_lines, repeat_lines
+from ludus.envs.task_archive import in_turn
 from ludus.rewards.math.math_verify import Expression
 from ludus.tools.calculator import calculate, show
 
 LEVELS = (1, 2, 3, 4, 5)
-DEFAULT_TOPICS = ("arithmetic", "ratios", "algebra", "numbers", "counting", "geometry", "stories", "links")
+Topic = Literal["arithmetic", "ratios", "algebra", "numbers", "counting", "geometry", "expressions", "stories", "links"]
 """`stories` are word problems of several steps, `links` combine numbers of several topics."""
-TOPICS = (*DEFAULT_TOPICS[:-2], "expressions", *DEFAULT_TOPICS[-2:])
+TOPICS: tuple[Topic, ...] = get_args(Topic)
+DEFAULT_TOPICS = tuple(topic for topic in TOPICS if topic != "expressions")
 RECIPE = ((1,), ("arithmetic", "ratios", "algebra", "geometry"))
 """Levels and topics of the recipe, which has problems of its own."""
 
@@ -34,19 +35,13 @@ class MathProblem:
     units: Mapping[str, float] = field(default_factory=dict)
 
 
-def read_problems(split: str, levels: Sequence[int], topics: Sequence[str], seed: int) -> Iterator[MathProblem]:
-    """Yield the problems of a split, levels and topics in turn."""
-    return _in_turn(split, levels, topics, lambda member: read_lines("math", member, seed))
-
-
-def repeat_problems(levels: Sequence[int], topics: Sequence[str], rng: random.Random) -> Iterator[MathProblem]:
-    """Yield the problems of demonstrations, without end if there are any of these levels and topics."""
-    return _in_turn("demonstrations", levels, topics, lambda member: repeat_lines("math", member, rng))
-
-
-def _in_turn(
+def read_problems(
     split: str, levels: Sequence[int], topics: Sequence[str], lines: Callable[[str], Iterator[bytes]]
 ) -> Iterator[MathProblem]:
+    """Yield the problems of a split (or of `demonstrations`), levels and topics in turn.
+
+    `lines` yields the lines of a member of the archive.
+    """
     folder = f"recipe/{split}" if (tuple(levels), tuple(topics)) == RECIPE else split
 
     def problems(level: int, topic: str) -> Iterator[MathProblem]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import ast
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from functools import cached_property
+from dataclasses import dataclass, field
+from functools import cached_property, partial
 from itertools import islice
 from pathlib import Path
 from typing import Literal
@@ -14,33 +14,25 @@ from typing import Literal
 from pydantic import Field
 
 from ludus.envs import task_files
-from ludus.envs.base import World, shipped_report
+from ludus.envs.base import SandboxWorld, shipped_report
 from ludus.envs.benchmarks import BenchmarkName
 from ludus.envs.messages import assistant, tool_turn
 from ludus.envs.settings import WorldSettings, read_settings
-from ludus.envs.task_archive import SPLITS, split_sizes
+from ludus.envs.task_archive import SPLITS, read_lines, repeat_lines, split_sizes
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, check_split
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 from ludus.rewards.exact_match import well_formed
 from ludus.rewards.shaping import citation_support, either, only_if
-from ludus.sandbox import Limits, Sandbox, open_sandbox
+from ludus.sandbox import Limits
 from ludus.tools.base import Tool
 from ludus.tools.calculator import exact_calculator_tool, show
 from ludus.tools.workspace import python_tool
 from ludus.types import Message, Task
 from ludus.worlds.math import sources
 from ludus.worlds.math.grader import Solution, answer_text, as_task, opening, paraphrases, solved
-from ludus.worlds.math.problems import (
-    DEFAULT_TOPICS,
-    LEVELS,
-    TOPICS,
-    MathProblem,
-    read_problems,
-    repeat_problems,
-    worked,
-)
+from ludus.worlds.math.problems import DEFAULT_TOPICS, MathProblem, Topic, read_problems, worked
 
 _LIMITS = Limits(wall_s=5.0, cpu_s=5.0, files_out=0)
 
@@ -52,9 +44,9 @@ class MathSettings(WorldSettings):
     """Number of training tasks; validation, test and composition have a tenth, a quarter and a fifth of it."""
     num_held_out: int | None = Field(None, ge=1)
     """Number of tasks of test and of composition, instead of those shares."""
-    levels: tuple[int, ...] = Field(LEVELS, min_length=1)
-    """Levels of the problems, 1 to 5."""
-    topics: tuple[str, ...] = Field(DEFAULT_TOPICS, min_length=1)
+    levels: tuple[Literal[1, 2, 3, 4, 5], ...] = Field((1, 2, 3, 4, 5), min_length=1)
+    """Levels of the problems."""
+    topics: tuple[Topic, ...] = Field(DEFAULT_TOPICS, min_length=1)
     """Topics of the problems."""
     tool: ToolName = "python"
     """Tool of an episode: Python in a sandbox, a calculator, or none."""
@@ -73,13 +65,12 @@ class MathSettings(WorldSettings):
 
 
 @dataclass(frozen=True)
-class MathWorld(World):
+class MathWorld(SandboxWorld):
     """Problems to be solved with a tool."""
 
     settings: MathSettings = field(default_factory=MathSettings)
     limits: ToolLimits = field(default_factory=ToolLimits)
     name: str = "math"
-    sandbox: Sandbox = field(default_factory=open_sandbox, repr=False, compare=False)
     _tasks: dict[str, tuple[Task, ...]] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @property
@@ -109,14 +100,6 @@ class MathWorld(World):
         """Whether the tool is Python."""
         return self.settings.tool == "python"
 
-    def with_sandbox(self, sandbox: Sandbox) -> MathWorld:
-        """Return this world with another sandbox."""
-        return replace(self, sandbox=sandbox)
-
-    async def close(self) -> None:
-        """Close the sandbox."""
-        await self.sandbox.close()
-
     def tasks(self, split: str) -> Sequence[Task]:
         """Return the tasks of a split."""
         check_split(split, self.splits, self.name)
@@ -139,7 +122,8 @@ class MathWorld(World):
         """
         settings = self.settings
         rng = random.Random(f"demonstrations/{settings.seed}/{seed}")
-        for problem in repeat_problems(settings.levels, settings.topics, rng):
+        lines = partial(repeat_lines, "math", rng=rng)
+        for problem in read_problems("demonstrations", settings.levels, settings.topics, lines):
             flawed = rng.random() < settings.flaw_rate
             yield self._shown(problem, guess(problem, settings.tool, rng) if flawed else solve(problem, settings.tool))
         raise ConfigError("The topics have no problems of these levels.", "Add topics or levels.")
@@ -172,7 +156,8 @@ class MathWorld(World):
         sizes = split_sizes(settings.num_tasks, settings.num_held_out)
         if settings.gym:
             return sources.gym_tasks(settings.gym, sizes, settings.seed)
-        problems = tuple(islice(read_problems(split, settings.levels, settings.topics, settings.seed), sizes[split]))
+        lines = partial(read_lines, "math", seed=settings.seed)
+        problems = tuple(islice(read_problems(split, settings.levels, settings.topics, lines), sizes[split]))
         if len(problems) < sizes[split] and split == "train":
             message = f"The levels and topics have {len(problems)} different problems for training, not {sizes[split]}."
             raise ConfigError(message, "Lower env.settings.num_tasks, or add levels or topics.")
@@ -237,10 +222,6 @@ class _ExactDivision(ast.NodeTransformer):
 def make_math_world(settings: Mapping[str, object], limits: ToolLimits) -> MathWorld:
     """Build the world (the registered factory). Raises ConfigError for invalid settings."""
     chosen = read_settings(MathSettings, settings)
-    if unknown := [level for level in chosen.levels if level not in LEVELS]:
-        raise ConfigError(f"Unknown level {unknown[0]} (env.settings.levels).", "Levels are 1 to 5.")
-    if other := [topic for topic in chosen.topics if topic not in TOPICS]:
-        raise ConfigError(f"Unknown topic {other[0]!r} (env.settings.topics).", f"Topics: {', '.join(TOPICS)}.")
     if chosen.data is not None and chosen.gym:
         raise ConfigError("env.settings has both data and gym.", "Choose one of them.")
     if chosen.format != "own" and chosen.data is None:
