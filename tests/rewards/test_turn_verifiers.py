@@ -222,8 +222,8 @@ def test_terminal_world_credits_newly_satisfied_checks():
     async def act():
         world = TerminalWorld(TerminalSettings(tools="shell", check_turns=True)).with_sandbox(open_sandbox())
         try:
-            task = next(t for t in world.tasks("train") if not world.shell_task(t).services)
-            steps = [[("shell", {"command": command})] for command in world.shell_task(task).steps]
+            task = next(t for t in world.tasks("train") if not world.shell_tasks[t.id].services)
+            steps = [[("shell", {"command": command})] for command in world.shell_tasks[task.id].steps]
             look = [("shell", {"command": "ls"})]
             return world, task, await play(world, task, look, *steps, look)
         finally:

@@ -22,7 +22,7 @@ from ludus.rollouts import group_queue
 from ludus.rollouts.stream_control import ConcurrencyController, EngineLoad, PassTimeModel, PassTimes, StreamThroughput
 from ludus.simulator.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
 from ludus.simulator.devices import DevicePool, Overlap, SimEngine, SimLearner, run_virtual
-from ludus.simulator.fit import ToolCalls, fit, measured_steps, tool_cost
+from ludus.simulator.fit import fit, measured_steps, tool_cost
 from ludus.simulator.simulate import simulate
 from ludus.training.run.run_dir import RunFolder
 from tiny_run import ludus, refused
@@ -372,7 +372,8 @@ def test_uninformative_steps_are_rejected_and_few_or_heterogeneous_ones_warn(tmp
 
 
 def test_mixing_two_tools_increases_the_fitted_latency_spread():
-    both = tool_cost([ToolCalls(10, 1.0, 0.0, 0, 0.0), ToolCalls(10, 4.0, 0.0, 0, 0.0)])
+    plain = {"mean_s": 1.0, "total_s": 10.0, "spread": 0.0, "stragglers": 0, "stragglers_s": 0.0}
+    both = tool_cost([{f"tools/a/{name}": v for name, v in (plain | {"median_s": m}).items()} for m in (1.0, 4.0)])
     assert (both.median_s, both.spread, both.slow) == pytest.approx((2.0, 0.6931, 1.0), rel=1e-3)
     assert tool_cost([]) == ToolCost()
 

@@ -33,7 +33,6 @@ from ludus.tools.base import ArgumentError
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.functions.catalogue import DomainState, Scene, catalogue, vocabulary
 from ludus.worlds.functions.grader import GoldCall, calls_agree, equal, solved
-from ludus.worlds.functions.tasks import request_of
 from ludus.worlds.functions.world import (
     DONE,
     Attempt,
@@ -45,6 +44,10 @@ from ludus.worlds.functions.world import (
 )
 
 NO_FLAWS = CallFlaws()
+
+
+def request_of(task):
+    return task.prompt[-1]["content"]
 
 
 @pytest.fixture(scope="module")

@@ -27,7 +27,7 @@ from ludus.rewards.exact_match import ExpectedAnswers, matches, normalise
 from ludus.rollouts.episode import run_episode
 from ludus.types import Action, Message, StopReason, ToolCall
 from ludus.worlds.search.questions import WEIGHTS, all_hops, all_questions, passage_values
-from ludus.worlds.search.world import SYSTEM, SearchFlaws, SearchSettings, SearchSolver, SearchWorld, make_search_world
+from ludus.worlds.search.world import SYSTEM, SearchFlaws, SearchSettings, SearchWorld, make_search_world, solve
 from tests.rewards.test_turn_verifiers import calls_of, shares
 
 NO_FLAWS = SearchFlaws(0, 0, 0, 0, 0)
@@ -351,10 +351,9 @@ def test_searching_and_reading_answers_nearly_all_questions(world, tasks):
 
 def test_flawless_expert_answers_nearly_all_questions(world, tasks, questions):
     by_id = {q.id: q for q in questions["test"]}
-    expert = SearchSolver(world.tool.function, NO_FLAWS)
     chosen, agents = some(tasks["test"], 300, seed=1), []
     for task in chosen:
-        turns = expert.messages(by_id[task.id], random.Random(0)) or []
+        turns = solve(by_id[task.id], world.tool, NO_FLAWS, random.Random(0)) or []
         said = [m for m in turns if m["role"] == "assistant"]
         agents.append(Player(messages=said or [Message(role="assistant", content="unknown")]))
     played = play_all(world, chosen, agents)
@@ -473,8 +472,8 @@ def test_tool_output_in_demonstrations_is_the_output_of_the_tool(demonstrations,
 
 def flawed(world, pool, flaws, num=300):
     """The messages of questions by an expert with these flaws."""
-    expert, rng = SearchSolver(world.tool.function, flaws), random.Random(7)
-    played = [(q, expert.messages(q, rng)) for q in some(pool, num)]
+    rng = random.Random(7)
+    played = [(q, solve(q, world.tool, flaws, rng)) for q in some(pool, num)]
     return [(q, turns) for q, turns in played if turns is not None]
 
 

@@ -8,6 +8,7 @@ seconds include their mutual slowdown, so synchronous runs determine the costs b
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
@@ -20,18 +21,7 @@ from ludus.errors import UserError
 from ludus.simulator.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
 from ludus.training.run.run_dir import RunFolder
 
-
-@dataclass(frozen=True, slots=True)
-class ToolCalls:
-    """Calls of a tool in a step. `spread` is of log seconds, `slow` the number of slow calls, `slow_s` their total."""
-
-    count: float
-    median_s: float
-    spread: float
-    slow: float
-    slow_s: float
-
-
+_TOOL_MEDIAN = re.compile("tools/.+/median_s")
 MIN_STEPS = 5
 MAX_ERROR = 0.3
 """Thresholds of warnings: minimum number of steps and maximum relative error."""
@@ -81,21 +71,6 @@ def measured_steps(folder: RunFolder) -> Sequence[Mapping[str, float]]:
     return found[1:] or found
 
 
-def _tool_calls(row: Mapping[str, float]) -> list[ToolCalls]:
-    names = [name.removesuffix("/median_s") for name in row if name.startswith("tools/")]
-    return [
-        ToolCalls(
-            count=round(row[f"{name}/total_s"] / row[f"{name}/mean_s"]),
-            median_s=row[f"{name}/median_s"],
-            spread=row[f"{name}/spread"],
-            slow=row[f"{name}/stragglers"],
-            slow_s=row[f"{name}/stragglers_s"],
-        )
-        for name in names
-        if f"{name}/median_s" in row
-    ]
-
-
 def fit(folders: Sequence[RunFolder]) -> FittedCosts:
     """Fit the costs of runs of the same model and world. Raises UserError if their steps do not determine them."""
     steps = [step for folder in folders for step in measured_steps(folder)]
@@ -130,7 +105,7 @@ def fit(folders: Sequence[RunFolder]) -> FittedCosts:
     costs = Costs(
         engine=EngineCost(engine[0], engine[1], engine[2], config.rollout.concurrency),
         learner=LearnerCost(learner[0], learner[1]),
-        tool=tool_cost([calls for step in steps for calls in _tool_calls(step)]),
+        tool=tool_cost(steps),
         episode=shape,
         sync_s=float(np.median([step["time/sync_s"] for step in steps])),
         transfer_s=float(np.median(transfers)) if transfers else 0.0,
@@ -158,16 +133,23 @@ def layout_of(config: Config) -> RunLayout:
     )
 
 
-def tool_cost(calls: Sequence[ToolCalls]) -> ToolCost:
-    """Return one distribution for all calls. Its variance is the sum of those within and between steps."""
-    total = sum(call.count for call in calls)
+def tool_cost(steps: Sequence[Mapping[str, float]]) -> ToolCost:
+    """Return one distribution for the calls of all tools. Its variance is the sum of those within and between steps."""
+    tools = [(step, name.removesuffix("median_s")) for step in steps for name in step if _TOOL_MEDIAN.fullmatch(name)]
+
+    def metric(name: str) -> list[float]:
+        """Return a metric of each tool in each step."""
+        return [step[prefix + name] for step, prefix in tools]
+
+    counts = [round(total / mean) for total, mean in zip(metric("total_s"), metric("mean_s"), strict=True)]
+    total = sum(counts)
     if not total:
         return ToolCost()
-    logs = [math.log(max(call.median_s, 1e-9)) for call in calls]
-    mean_log = sum(log * call.count for log, call in zip(logs, calls, strict=True)) / total
-    within = sum(call.spread**2 * call.count for call in calls) / total
-    between = sum((log - mean_log) ** 2 * call.count for log, call in zip(logs, calls, strict=True)) / total
-    slow, slow_s = sum(call.slow for call in calls), sum(call.slow_s for call in calls)
+    logs = [math.log(max(median_s, 1e-9)) for median_s in metric("median_s")]
+    mean_log = sum(log * count for log, count in zip(logs, counts, strict=True)) / total
+    within = sum(spread**2 * count for spread, count in zip(metric("spread"), counts, strict=True)) / total
+    between = sum((log - mean_log) ** 2 * count for log, count in zip(logs, counts, strict=True)) / total
+    slow, slow_s = sum(metric("stragglers")), sum(metric("stragglers_s"))
     median_s = math.exp(mean_log)
     return ToolCost(median_s, math.sqrt(within + between), slow / total, slow_s / slow / median_s if slow else 1.0)
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 from functools import cache, cached_property, partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, ClassVar, Final, Literal
+from typing import Any, ClassVar, Final, Literal, get_args
 
 from pydantic import Field, TypeAdapter
 
@@ -43,10 +43,20 @@ NUM_SHOWN = 3
 """Number of tests shown in the prompt."""
 NUM_TESTS = 15
 """Number of tests per problem in the data file."""
-FAMILIES = (
-    *("lists", "folds", "texts", "words", "numbers", "tables"),
-    *("spans", "graphs", "grids", "parsing", "planning", "machines"),
-)
+Family = Literal[
+    "lists",
+    "folds",
+    "texts",
+    "words",
+    "numbers",
+    "tables",
+    "spans",
+    "graphs",
+    "grids",
+    "parsing",
+    "planning",
+    "machines",
+]
 SYSTEM = {
     "tools": (
         "Write the program that is asked for. Try code with python; run_tests runs a whole program against "
@@ -72,9 +82,9 @@ class CodeSettings(WorldSettings):
     """Number of tasks in all splits; fewer if the data has fewer of these levels and families."""
     levels: tuple[Literal[1, 2, 3, 4, 5], ...] = Field((1, 2, 3, 4, 5), min_length=1)
     """Difficulty levels: 1 is one or two easy steps, 5 two hard ones or several in sequence."""
-    families: tuple[str, ...] = Field(FAMILIES, min_length=1)
+    families: tuple[Family, ...] = Field(get_args(Family), min_length=1)
     """Families of the hardest step of a task."""
-    styles: tuple[Literal["function", "stdin"], ...] = Field(("function", "stdin"), min_length=1)
+    styles: tuple[Style, ...] = Field(("function", "stdin"), min_length=1)
     """A function to write, or a program that reads stdin and prints."""
     tests: int = Field(NUM_TESTS, ge=8, le=NUM_TESTS)
     """Number of tests per task, three of which are shown."""
@@ -238,18 +248,6 @@ def loads(task: Task, trajectory: Trajectory) -> float:
     return float(loaded and bool(read_report(text).passed - silent))
 
 
-def code_rewards(outcome: Literal["all", "share"], weights: Mapping[str, float]) -> tuple[Reward, ...]:
-    """Return the outcome and the rewards with a weight; a share counts only if the program loads.
-
-    The outcome is 1 if all tests pass, or the share that passes; the share of hidden tests is then omitted.
-    """
-    share = {"hidden_share": only_if(share_passed(_read, "hidden"), loads)} if outcome == "all" else {}
-    parts = {**share, "loads": loads, "well_formed": only_if(well_formed, loads), "thrift": thrift(_read)}
-    passes = suite_passes(_read) if outcome == "all" else only_if(share_passed(_read), loads)
-    rewards = [Reward(name, part, weight=weights[name]) for name, part in parts.items() if weights[name]]
-    return (Reward("tests", passes, outcome=True), *rewards)
-
-
 class CodeEnv(ToolEnv):
     """One episode. At its end all tests run on the answer; their report is an outcome that the model does not see.
 
@@ -308,10 +306,16 @@ class CodeWorld(SandboxWorld):
 
     @cached_property
     def rewards(self) -> tuple[Reward, ...]:
-        given = self.settings
-        weights = {"hidden_share": given.share_weight, "loads": given.loads_weight}
-        weights |= {"well_formed": given.well_formed_weight, "thrift": given.thrift_weight}
-        return code_rewards(given.outcome, weights)
+        """The outcome and the rewards with a weight; a share of the tests counts only if the program loads."""
+        given, all_pass = self.settings, self.settings.outcome == "all"
+        passes = suite_passes(_read) if all_pass else only_if(share_passed(_read), loads)
+        parts = (
+            ("hidden_share", only_if(share_passed(_read, "hidden"), loads), given.share_weight if all_pass else 0.0),
+            ("loads", loads, given.loads_weight),
+            ("well_formed", only_if(well_formed, loads), given.well_formed_weight),
+            ("thrift", thrift(_read), given.thrift_weight),
+        )
+        return (Reward("tests", passes, outcome=True), *(Reward(*part) for part in parts if part[-1]))
 
     @property
     def turn_verifier(self) -> TurnVerifier | None:
@@ -424,9 +428,6 @@ def _rows() -> list[dict[str, Any]]:
 def make_code_world(settings: Mapping[str, object], limits: ToolLimits) -> CodeWorld:
     """Return the world with these settings. Raises ConfigError for invalid ones."""
     chosen = read_settings(CodeSettings, settings)
-    if unknown := [family for family in chosen.families if family not in FAMILIES]:
-        known = ", ".join(FAMILIES)
-        raise ConfigError(f"Unknown family {unknown[0]!r} in env.settings.families.", f"Families: {known}.")
     if chosen.data is None and chosen.format != "own":
         raise ConfigError("env.settings.format is set without env.settings.data.", "Name the file of tasks.")
     world = CodeWorld(chosen, limits)

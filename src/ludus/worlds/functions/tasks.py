@@ -104,8 +104,3 @@ def _gold_call(call: CallRow, function: Function) -> GoldCall:
 def _ask(row: AskRow, request: str) -> Ask:
     stated = tuple((catalogue()[name].param(param), value) for name, param, value in row["stated"])
     return Ask(row["function"], catalogue()[row["function"]].param(row["param"]), request, stated)
-
-
-def request_of(task: Task) -> str:
-    """Return the request of the user."""
-    return task.prompt[-1]["content"]

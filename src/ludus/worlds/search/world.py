@@ -81,47 +81,40 @@ class SearchFlaws:
     """First search for an irrelevant word, then proceed correctly."""
 
 
-@dataclass(frozen=True)
-class SearchSolver:
-    """Generates demonstrations for questions. `search` is the function of the tool."""
+def solve(question: SearchQuestion, tool: Tool, flaws: SearchFlaws, rng: random.Random) -> list[Message] | None:
+    """Return the messages after a question, mistakes included; None if the precise queries do not find a passage."""
+    if not all(hop.passage in tool.function(hop.query, 5) for hop in question.hops):  # type: ignore[operator]
+        return None
+    messages: list[Message] = []
 
-    search: Callable[..., str]
-    flaws: SearchFlaws
+    def search(thought: str, query: str, **more: JSON) -> str:
+        found = str(tool.function(query, **more))
+        arguments: dict[str, JSON] = {"query": query, **more}
+        messages.extend(tool_turn(len(messages) // 2, "search", arguments, found, reasoning=thought))
+        return found
 
-    def messages(self, question: SearchQuestion, rng: random.Random) -> list[Message] | None:
-        """Return the messages after the question, or None if the precise queries do not find a passage."""
-        if not all(hop.passage in self.search(hop.query, 5) for hop in question.hops):
-            return None
-        messages: list[Message] = []
-        answer = self._solve(question, rng, messages)
-        return [*messages, assistant(answer)]
+    answer = _search_answer(question, search, flaws, rng)
+    return [*messages, assistant(answer)]
 
-    def _solve(self, question: SearchQuestion, rng: random.Random, messages: list[Message]) -> str:
-        """Append the searches, and return the answer."""
-        flaws, hops = self.flaws, question.hops
 
-        def search(thought: str, query: str, **more: JSON) -> str:
-            found = self.search(query, **more)
-            arguments: dict[str, JSON] = {"query": query, **more}
-            messages.extend(tool_turn(len(messages) // 2, "search", arguments, found, reasoning=thought))
-            return found
-
-        if rng.random() < flaws.wrong_search:
-            search("Find the answer.", hops[-1].relation)
-        if question.family == "intersection" and rng.random() < flaws.lazy_intersection:
-            return _first_value(search("Find the country.", hops[0].subject), hops[0])
-        for depth, hop in enumerate(hops):
-            thought = f"Find the {hop.relation}."
-            if hop.query != hop.subject and rng.random() < flaws.lazy_query:
-                found = search(thought, hop.subject)
-                if hop.passage not in found:
-                    return _first_value(found, hop)
-            elif hop.passage not in search(thought, hop.query):
-                search(thought, hop.query, k=5)
-            stop = (flaws.stop_early, flaws.stop_second)[min(depth, 1)]
-            if depth + 1 < len(hops) and rng.random() < stop:
-                return hop.value
-        return hops[-1].value
+def _search_answer(question: SearchQuestion, search: Callable[..., str], flaws: SearchFlaws, rng: random.Random) -> str:
+    hops = question.hops
+    if rng.random() < flaws.wrong_search:
+        search("Find the answer.", hops[-1].relation)
+    if question.family == "intersection" and rng.random() < flaws.lazy_intersection:
+        return _first_value(search("Find the country.", hops[0].subject), hops[0])
+    for depth, hop in enumerate(hops):
+        thought = f"Find the {hop.relation}."
+        if hop.query != hop.subject and rng.random() < flaws.lazy_query:
+            found = search(thought, hop.subject)
+            if hop.passage not in found:
+                return _first_value(found, hop)
+        elif hop.passage not in search(thought, hop.query):
+            search(thought, hop.query, k=5)
+        stop = (flaws.stop_early, flaws.stop_second)[min(depth, 1)]
+        if depth + 1 < len(hops) and rng.random() < stop:
+            return hop.value
+    return hops[-1].value
 
 
 def _first_value(found: str, hop: Hop) -> str:
@@ -206,7 +199,6 @@ class SearchWorld(World):
         rng = random.Random(f"demonstrations:{seed}")
         pools = all_questions("train")
         weights = {family: WEIGHTS[family] for family in pools}
-        expert = self._expert(SearchFlaws())
         while True:
             (family,) = rng.choices(list(weights), list(weights.values()))
             question = rng.choice(pools[family])
@@ -215,7 +207,7 @@ class SearchWorld(World):
             if access != "tool":
                 yield Dialogue((*opening, assistant(question.answers[0])), ())
                 continue
-            messages = expert.messages(question, rng)
+            messages = solve(question, self.tool, SearchFlaws(), rng)
             if messages is not None:
                 yield Dialogue((*opening, *messages), (self.tool,))
 
@@ -224,12 +216,8 @@ class SearchWorld(World):
         question = self._question(task)
         if question is None or self.settings.access != "tool":
             return None
-        flawless = SearchFlaws(0.0, 0.0, 0.0, 0.0, 0.0)
-        messages = self._expert(flawless).messages(question, random.Random(task.id))
+        messages = solve(question, self.tool, SearchFlaws(0.0, 0.0, 0.0, 0.0, 0.0), random.Random(task.id))
         return None if messages is None else Dialogue((*task.prompt, *messages), (self.tool,))
-
-    def _expert(self, flaws: SearchFlaws) -> SearchSolver:
-        return SearchSolver(self.tool.function, flaws)  # type: ignore[arg-type]
 
     def texts(self) -> Iterator[str]:
         """Yield passages, then dialogues as text, to train a tokenizer on."""
@@ -237,10 +225,6 @@ class SearchWorld(World):
         for dialogue in islice(self.demonstrations(seed=0), self.num_text_dialogues):
             yield f"{self.tool.name}(query: string, k: integer) {self.tool.description}"
             yield from dialogue.texts()
-
-    def make_task(self, question: SearchQuestion, split: str) -> Task:
-        tags = {"split": split, "family": question.family, "hops": str(len(question.hops))}
-        return Task(question.id, self.opening(question.text), ExpectedAnswers(question.answers), tags)
 
 
 @cache
@@ -262,8 +246,11 @@ def _questions(split: str, seed: int) -> Mapping[str, SearchQuestion]:
 @lru_cache(maxsize=8)
 def _tasks(settings: SearchSettings, split: str) -> tuple[Task, ...]:
     """Return the tasks of a split; worlds of equal settings share them."""
-    world = SearchWorld(settings)
-    return tuple(world.make_task(question, split) for question in _questions(split, settings.seed).values())
+    world, tasks = SearchWorld(settings), list[Task]()
+    for question in _questions(split, settings.seed).values():
+        tags = {"split": split, "family": question.family, "hops": str(len(question.hops))}
+        tasks.append(Task(question.id, world.opening(question.text), ExpectedAnswers(question.answers), tags))
+    return tuple(tasks)
 
 
 def make_search_world(settings: Mapping[str, object], limits: ToolLimits) -> SearchWorld:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from itertools import islice
 from json import loads
-from typing import Final, Literal
+from typing import Final, Literal, get_args
 
 from pydantic import Field
 
@@ -26,7 +26,8 @@ from ludus.worlds.terminal.checks import CHECKS, make_check
 from ludus.worlds.terminal.task import CommandCheck, TerminalService, TerminalTask, pair
 
 LEVELS: Final = (1, 2, 3, 4)
-TOPICS: Final = ("files", "text", "tables", "logs", "git", "archives", "scripts", "configs", "processes")
+Topic = Literal["files", "text", "tables", "logs", "git", "archives", "scripts", "configs", "processes"]
+TOPICS: Final[tuple[Topic, ...]] = get_args(Topic)
 NUM_PAIRS: Final = 24
 """Pairs of tasks in the split `composition`, for each task of a kind."""
 FIRST_DEMONSTRATION: Final = 10**6
@@ -39,7 +40,7 @@ class TerminalSettings(WorldSettings):
 
     levels: tuple[Literal[1, 2, 3, 4], ...] = Field(LEVELS, min_length=1)
     """Difficulty levels."""
-    topics: tuple[str, ...] = Field(TOPICS, min_length=1)
+    topics: tuple[Topic, ...] = Field(TOPICS, min_length=1)
     """Topics of the tasks."""
     per_shape: int = Field(1, ge=1)
     """Number of tasks that differ only in names and numbers; limited by the shipped file."""

@@ -31,7 +31,7 @@ from ludus.tools.workspace import LIMITS, Workspace, shell_tool
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
 from ludus.worlds.terminal.bench import BenchTask, load_bench
 from ludus.worlds.terminal.checks import Check, ProcessId, SessionState, matches
-from ludus.worlds.terminal.splits import TOPICS, TerminalSettings, kinds_of, make_task, splits_of
+from ludus.worlds.terminal.splits import TerminalSettings, kinds_of, make_task, splits_of
 from ludus.worlds.terminal.task import TerminalTask, start_services
 
 SYSTEM = (
@@ -151,12 +151,8 @@ class TerminalWorld(SessionWorld):
     def tasks(self, split: str) -> Sequence[Task]:
         return split_of(self._task_lists, split, self.name)
 
-    def shell_task(self, task: Task) -> ShellTask:
-        """Return the task's files, checks and solution; they must not reach a session."""
-        return self._by_id[task.id]
-
     def environment(self, task: Task) -> TerminalEnv:
-        return TerminalEnv(self, self._by_id[task.id])
+        return TerminalEnv(self, self.shell_tasks[task.id])
 
     def tools(self, workspace: Workspace) -> tuple[Tool, ...]:
         shell = shell_tool(workspace)
@@ -188,7 +184,7 @@ class TerminalWorld(SessionWorld):
 
     def expert(self, task: Task) -> Dialogue | None:
         """Return the solution; None without tools, and for a Terminal-Bench task without a solution."""
-        found = self._by_id.get(task.id)
+        found = self.shell_tasks.get(task.id)
         if found is None or self.settings.tools == "none":
             return None
         messages = episode(found, found.steps) if isinstance(found, TerminalTask) else found.solve()
@@ -201,13 +197,14 @@ class TerminalWorld(SessionWorld):
 
     def alternative_solutions(self, task: Task) -> Sequence[Sequence[Message]]:
         """Return episodes with other commands, and with files written differently; none for a task of `bench`."""
-        found = self._by_id.get(task.id)
+        found = self.shell_tasks.get(task.id)
         if not isinstance(found, TerminalTask) or self.settings.tools == "none":
             return ()
         return tuple(episode(found, steps) for steps in alternative_steps(found))
 
     @cached_property
-    def _by_id(self) -> Mapping[str, ShellTask]:
+    def shell_tasks(self) -> Mapping[str, ShellTask]:
+        """Files, checks and solutions by the task's id; they must not reach a session."""
         return {task.id: task for tasks in _tasks_of(self.settings).values() for task in tasks}
 
     @cached_property
@@ -239,8 +236,6 @@ def _tasks_of(settings: TerminalSettings) -> Mapping[str, Sequence[ShellTask]]:
 def make_terminal_world(settings: Mapping[str, object], limits: ToolLimits) -> TerminalWorld:
     """Return the world with these settings. Raises ConfigError for invalid ones."""
     chosen = read_settings(TerminalSettings, settings)
-    if unknown := [topic for topic in chosen.topics if topic not in TOPICS]:
-        raise ConfigError(f"Unknown topic {unknown[0]!r} in env.settings.topics.", f"Topics: {', '.join(TOPICS)}.")
     if chosen.bench is not None or chosen.per_shape > 1 or chosen.num_held_out:
         _tasks_of(chosen)
     return TerminalWorld(chosen, limits)
