@@ -726,7 +726,7 @@ def test_demonstrations_forget_steps_and_are_programs(world):
     ("settings", "said"),
     [
         ({"levels": [6]}, "env.settings.levels"),
-        ({"families": ["list"]}, "env.settings.families"),
+        ({"families": ["list"]}, "Unknown family 'list'"),
         ({"format": "apps"}, "without env.settings.data"),
         ({"task": 30}, "the nearest is env.settings.tasks"),
         ({"outcome": "some"}, "env.settings.outcome"),

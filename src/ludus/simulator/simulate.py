@@ -224,19 +224,9 @@ def simulate(costs: Costs, layout: RunLayout) -> SimRun:
 
 
 @dataclass
-class _GroupSource:
-    layout: RunLayout
-
-    def requests(self, number: int) -> list[RolloutRequest]:
-        task, step = Task(str(number), (), None), number // self.layout.groups + 1
-        return [RolloutRequest(RolloutKey(step, task.id, member), task) for member in range(self.layout.members)]
-
-    def counts(self, group: Sequence[Episode]) -> bool:
-        return True  # every group is trained
-
-
-@dataclass
 class _Simulation:
+    """A run in one mode; the source of its groups, all of which are trained."""
+
     costs: Costs
     layout: RunLayout
     steps: list[SimStep] = field(default_factory=list)
@@ -245,7 +235,6 @@ class _Simulation:
         costs, layout, overlap = self.costs, self.layout, Overlap(self.costs.overlap)
         self.pool = DevicePool([SimEngine(costs.engine, overlap) for _ in range(layout.engines)])
         self.learner = SimLearner(overlap)
-        self.source = _GroupSource(layout)
         self.ledger = Ledger(spanning=True)
         world = SimWorld(EpisodeSampler(costs.episode, costs.tool, layout.seed), layout.members)
         self.scheduler = Scheduler(
@@ -255,6 +244,13 @@ class _Simulation:
             ledger=self.ledger,
             scores=False,  # code in virtual time cannot wait for threads
         )
+
+    def requests(self, number: int) -> list[RolloutRequest]:
+        task, step = Task(str(number), (), None), number // self.layout.groups + 1
+        return [RolloutRequest(RolloutKey(step, task.id, member), task) for member in range(self.layout.members)]
+
+    def counts(self, group: Sequence[Episode]) -> bool:
+        return True
 
     async def sync(self) -> list[SimStep]:
         for step in range(1, self.layout.steps + 1):
@@ -286,7 +282,7 @@ class _Simulation:
         limit = ConcurrencyController(INITIAL_STEPS * layout.episodes, layout.members, layout.max_in_flight)
         queue = GroupQueue(
             admission=StalenessController(StalenessSchedule(layout.groups, layout.max_staleness, layout.steps)),
-            source=self.source,
+            source=self,
             run_request=lambda request: self.scheduler.run_one(request, budget),
             in_flight=layout.in_flight or limit.limit,
         )
@@ -340,7 +336,7 @@ class _Simulation:
 
     async def _sample(self, step: int) -> list[Episode]:
         numbers = range((step - 1) * self.layout.groups, step * self.layout.groups)
-        return await self.scheduler.run([request for number in numbers for request in self.source.requests(number)])
+        return await self.scheduler.run([request for number in numbers for request in self.requests(number)])
 
     async def _train(self, episodes: Sequence[Episode]) -> None:
         segments = (segment for episode in episodes for segment in episode.trajectory.segments)

@@ -213,7 +213,7 @@ def _verdict(case: TestCase, record: Record, loose: bool) -> CodeVerdict:
         return CodeVerdict(case, False, "it gave something that cannot be read")
     if same_value(value, case.due, loose):
         return CodeVerdict(case, True)
-    return CodeVerdict(case, False, f"it gave {show_value(value, _MAX_SHOWN)}")
+    return CodeVerdict(case, False, f"it gave {shorten(repr(value))}")
 
 
 def _exit_reason(outcome: Outcome, limits: Limits) -> str:
@@ -331,11 +331,6 @@ def same_value(value: object, due: object, loose: bool = False) -> bool:
     if _equal(value, wanted):
         return True
     return loose and isinstance(wanted, list) and len(wanted) == 1 and _equal(value, wanted[0])
-
-
-def show_value(value: object, longest: int) -> str:
-    """Return the value as Python source, truncated."""
-    return shorten(repr(value), longest)
 
 
 def _unordered(kind: str, items: list[object]) -> Unordered:

@@ -178,11 +178,11 @@ def run_checks() -> None:
         verdict, failure = True, ""
         try:
             exec(compile(given["setup"], "setup.py", "exec", dont_inherit=True), names)
-            names |= {given["entry"]: proxy, "candidate": proxy, "_open_": proxy.is_open}
+            names |= {given["entry"]: proxy, "candidate": proxy, "_open_": lambda proxy=proxy: proxy.open}
             exec(compile(code, "tests.py", "exec", dont_inherit=True), names)
         except BaseException as error:  # boundary: a test fails by any exception
             verdict, failure = False, describe(error, "tests.py")
-        results.send({"test": name, "verdict": verdict, "open": proxy.is_open(), "error": failure})
+        results.send({"test": name, "verdict": verdict, "open": proxy.open, "error": failure})
 
 
 class Placeholder:
@@ -223,18 +223,15 @@ class Proxy:
 
     def __init__(self, results: Results, test: str, known: list[object]) -> None:
         self._results, self._test, self._known, self._count = results, test, known, 0
-        self._open = False
-
-    def is_open(self) -> bool:
-        """Return whether a result was missing."""
-        return self._open
+        self.open = False
+        """Whether a result was missing."""
 
     def __call__(self, *args: object, **kwargs: object) -> object:
         number = self._count
         self._count += 1
         if number < len(self._known):
             return self._given(self._known[number])
-        self._open = True
+        self.open = True
         if number >= MAX_CALLS:
             raise RuntimeError("too many calls")
         if kwargs:

@@ -1,9 +1,10 @@
 """Tasks in the layouts of Terminal-Bench and Harbor, which the README of the recipe `terminal` describes.
 
 pytest or a script grades the final files of an episode in a fresh sandbox, next to the tests in a folder with a random
-name. A driver runs pytest from an archive, without any configuration, plugin or conftest but those of the tests, and
-sends the results, after a nonce received on stdin, over a pipe that programs run by the tests do not inherit. A canary
-test must fail. Remaining risk: a test that imports the policy's code runs it in the reporting process.
+name. A driver (`data/bench_driver.txt`) runs pytest from an archive, without any configuration, plugin or conftest but
+those of the tests, and sends the results, after a nonce received on stdin, over a pipe that programs run by the tests
+do not inherit. A canary test must fail. Remaining risk: a test that imports the policy's code runs it in the reporting
+process.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cache, cached_property
+from importlib import resources
 from pathlib import Path, PurePosixPath
 from typing import ClassVar, Final, Literal, TypeGuard
 
@@ -38,34 +40,6 @@ LIMITS: Final = Limits(wall_s=120.0, cpu_s=100.0, disk_bytes=128 * MIB, disk_fil
 REWARD_SCRIPT: Final = "tests/test.sh"
 """Path of a script that writes a reward file; any other script grades by its exit code."""
 _CANARY: Final = b"def test_must_fail():\n    assert False\n"
-_DRIVER: Final = """
-import ctypes, json, os, sys
-ctypes.CDLL(None).prctl(4, 0, 0, 0, 0)
-order = json.loads(sys.stdin.readline())
-for path in order["executable"]:
-    os.chmod(path, 0o755)
-place = os.path.abspath(order["place"])
-sys.path[:] = [place + "/pytest.zip", *(p for p in sys.path if os.path.abspath(p or ".") != os.getcwd())]
-sys.dont_write_bytecode = True
-os.environ["TEST_DIR"] = place + "/tests"
-line = os.dup(1)
-import pytest
-
-class Report:
-    def __init__(self):
-        self.passed = {}
-    def pytest_runtest_logreport(self, report):
-        name, passed = report.nodeid.partition("[")[0], report.outcome == "passed"
-        if report.when == "call" or not passed:
-            self.passed[name] = self.passed.get(name, True) and passed
-
-found = Report()
-words = ["-q", "-c", place + "/pytest.ini", "--rootdir", place + "/tests", "--confcutdir", place + "/tests"]
-pytest.main([*words, "-p", "no:cacheprovider", place + "/tests"], plugins=[found])
-sys.stdout.flush()
-os.write(line, ("\\n" + order["nonce"] + json.dumps(found.passed) + "\\n").encode())
-os._exit(0)
-"""
 _SCRIPTED: Final = """
 import os
 for path in {executable!r}:
@@ -142,7 +116,7 @@ class BenchTask:
         files[f"{place}/pytest.ini"] = b"[pytest]\n"
         files[f"{place}/tests/{canary}"] = _CANARY
         order = json.dumps({"place": place, "nonce": nonce, "executable": executable})
-        outcome = await sandbox.run(_DRIVER, files=files, stdin=f"{order}\n".encode(), limits=limits)
+        outcome = await sandbox.run(_driver(), files=files, stdin=f"{order}\n".encode(), limits=limits)
         sent = [line.removeprefix(nonce) for line in outcome.text.split("\n") if line.startswith(nonce)]
         passed: JSON = None
         with suppress(NotJson):
@@ -151,6 +125,11 @@ class BenchTask:
             return dict.fromkeys(names, False)
         failed = passed.get(f"{canary}::test_must_fail") is False
         return {name: failed and passed.get(name) is True for name in names}
+
+
+@cache
+def _driver() -> str:
+    return (resources.files("ludus.worlds.terminal") / "data/bench_driver.txt").read_text("utf-8")
 
 
 def named_tests(path: str, data: bytes) -> Iterator[str]:
