@@ -16,7 +16,7 @@ import selectors
 from collections import deque
 from collections.abc import Coroutine, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import astuple, dataclass, field, fields
+from dataclasses import astuple, dataclass, field
 from itertools import count
 from typing import TypeVar
 
@@ -295,9 +295,9 @@ class DevicePool:
 
     def drain_counts(self) -> EngineCounts:
         """Return the summed counts of all engines, and reset them."""
-        total = [0.0] * len(fields(EngineCounts))
+        found = []
         for engine in self.engines:
             engine.advance()
-            total = [a + b for a, b in zip(total, astuple(engine.counts), strict=True)]
+            found.append(astuple(engine.counts))
             engine.counts = EngineCounts()
-        return EngineCounts(*total)
+        return EngineCounts(*map(sum, zip(*found, strict=True)))

@@ -128,13 +128,12 @@ class CodeProblem:
     def truth(self, num_tests: int) -> CodeTruth:
         """Return the ground truth with `num_tests` tests: the first `NUM_SHOWN` are shown, the others hidden."""
         pairs: Sequence[tuple[object, object]] = self.texts if self.style == "stdin" else self.values
-        names = [f"shown {number}" for number in range(1, NUM_SHOWN + 1)]
-        names += [f"hidden {number}" for number in range(1, num_tests - NUM_SHOWN + 1)]
-        cases = tuple(TestCase(name, *pair) for name, pair in zip(names, pairs, strict=False))
-        names = [case.name for case in cases]
+        shown = [TestCase(f"shown {number}", *pair) for number, pair in enumerate(pairs[:NUM_SHOWN], 1)]
+        hidden = [TestCase(f"hidden {number}", *pair) for number, pair in enumerate(pairs[NUM_SHOWN:num_tests], 1)]
+        cases = (*shown, *hidden)
         return CodeTruth(
-            fail_to_pass=tuple(names),
-            hidden=frozenset(names[NUM_SHOWN:]),
+            fail_to_pass=tuple(case.name for case in cases),
+            hidden=frozenset(case.name for case in hidden),
             seconds=LIMITS.cpu_s,
             memory_bytes=float(LIMITS.memory_bytes),
             style=self.style,

@@ -40,22 +40,6 @@ LIMITS: Final = Limits(wall_s=120.0, cpu_s=100.0, disk_bytes=128 * MIB, disk_fil
 REWARD_SCRIPT: Final = "tests/test.sh"
 """Path of a script that writes a reward file; any other script grades by its exit code."""
 _CANARY: Final = b"def test_must_fail():\n    assert False\n"
-_SCRIPTED: Final = """
-import os
-for path in {executable!r}:
-    os.chmod(path, 0o755)
-kept = {{key: os.environ[key] for key in ("PATH", "LANG") if key in os.environ}}
-apart = {{"HOME": "/tmp", "PYTHONSAFEPATH": "1", "PYTHONNOUSERSITE": "1", "PYTHONDONTWRITEBYTECODE": "1"}}
-os.execve("/bin/bash", ["bash", "--norc", "--noprofile", "-c", {script!r}], {{**kept, **apart}})
-"""
-"""Execute a script, unaffected by modules and settings in the folder; only programs that it runs can influence it."""
-_REWARDED: Final = """
-exec 3>&1 1>&2
-mkdir -p {place}/logs/verifier
-bash {place}/tests/test.sh 3>&-
-cat {place}/logs/verifier/reward.txt >&3 || cat {place}/logs/verifier/reward.json >&3
-"""
-"""Only the reward file is written to stdout; without one, the run fails."""
 
 
 @dataclass(frozen=True)
@@ -107,16 +91,17 @@ class BenchTask:
         if not self.script or self.script == REWARD_SCRIPT:
             files |= {f"{place}/tests/{path}": _placed(data, f"/box/{place}") for path, data in self.tests.items()}
         if self.script:
-            rewarded = self.script == REWARD_SCRIPT
-            script = _REWARDED.format(place=f"/box/{place}") if rewarded else self.tests[self.script].decode()
-            program = _SCRIPTED.format(executable=executable, script=script)
+            rewarded, reward = self.script == REWARD_SCRIPT, _program("bench_reward.sh").format(place=f"/box/{place}")
+            script = reward if rewarded else self.tests[self.script].decode()
+            program = _program("bench_script.txt").format(executable=executable, script=script)
             outcome = await sandbox.run(program, files=files, limits=limits)
             return dict.fromkeys(names, outcome.ok and (not rewarded or is_full(outcome.text)))
         files[f"{place}/pytest.zip"] = pytest_archive()
         files[f"{place}/pytest.ini"] = b"[pytest]\n"
         files[f"{place}/tests/{canary}"] = _CANARY
         order = json.dumps({"place": place, "nonce": nonce, "executable": executable})
-        outcome = await sandbox.run(_driver(), files=files, stdin=f"{order}\n".encode(), limits=limits)
+        driver = _program("bench_driver.txt")
+        outcome = await sandbox.run(driver, files=files, stdin=f"{order}\n".encode(), limits=limits)
         sent = [line.removeprefix(nonce) for line in outcome.text.split("\n") if line.startswith(nonce)]
         passed: JSON = None
         with suppress(NotJson):
@@ -128,8 +113,13 @@ class BenchTask:
 
 
 @cache
-def _driver() -> str:
-    return (resources.files("ludus.worlds.terminal") / "data/bench_driver.txt").read_text("utf-8")
+def _program(name: str) -> str:
+    """Return a program of the grading sandbox.
+
+    `bench_script.txt` executes a script, unaffected by modules and settings in the folder; only programs that it runs
+    can influence it. `bench_reward.sh` writes only the reward file to stdout; without one, it fails.
+    """
+    return (resources.files("ludus.worlds.terminal") / "data" / name).read_text("utf-8")
 
 
 def named_tests(path: str, data: bytes) -> Iterator[str]:
