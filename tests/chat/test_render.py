@@ -22,7 +22,7 @@ from chat_families import (
     byte_level,
     metaspace,
 )
-from ludus.chat.parse_tags import RETOOL
+from ludus.chat.parse import RETOOL
 from ludus.chat.render import _MARKER, ControlGuard, TemplateRenderer, control_ids, render_dialogue
 from ludus.chat.tags import TagsRenderer
 from ludus.chat.tokenizer import chat_template, train_tokenizer

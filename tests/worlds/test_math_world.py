@@ -21,7 +21,7 @@ from generators.reports.math import copied_rate, head_rate, majority_rate, task_
 from generators.reports.shared import variety
 
 from chat_families import byte_level
-from ludus.chat.parse_tags import RETOOL
+from ludus.chat.parse import RETOOL
 from ludus.chat.render import render_dialogue
 from ludus.chat.tags import TagsRenderer
 from ludus.config.load import load_config

@@ -9,9 +9,8 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping, Sequence
 
-from ludus.chat.parse import PARSERS
+from ludus.chat.parse import ANSWER, PARSERS, RETOOL, SEARCH_R1, TO_ANSWER, TagProtocol
 from ludus.chat.parse_json import GUIDES_EXIST
-from ludus.chat.parse_tags import ANSWER, RETOOL, SEARCH_R1, TO_ANSWER, TagProtocol
 from ludus.chat.render import ControlGuard, Tokenizer, decode_exactly
 from ludus.errors import ConfigError, UserError
 from ludus.tools.base import Tool
