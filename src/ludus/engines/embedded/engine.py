@@ -23,9 +23,9 @@ import torch
 from ludus.engines.base import BASE, DEFAULT, AdapterVersions, EngineStats, Request, check_fits, check_params
 from ludus.engines.embedded.generic_scheduler import GenericForward, GenericScheduler, StateStore
 from ludus.engines.embedded.kv_cache import PAGE, RadixCache, root_name
-from ludus.engines.embedded.model_runner import ModelRunner, RaggedForward
+from ludus.engines.embedded.model_runner import RaggedForward
 from ludus.engines.embedded.sampler import GuideCompiler, GuideState
-from ludus.engines.embedded.scheduler import BatchScheduler, PrefixCache, SequenceScheduler, SequenceState
+from ludus.engines.embedded.scheduler import BatchScheduler, SequenceScheduler, SequenceState
 from ludus.engines.models.fingerprint import fingerprint_adapted
 from ludus.engines.models.lora import is_peft
 from ludus.errors import EngineBusy, EngineError, RequestRejected, SyncError, UserError
@@ -35,9 +35,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 log = logging.getLogger("ludus.engine")
-
-_Pending = tuple[SequenceState, Future[Completion]]
-_Scheduler = SequenceScheduler[ModelRunner, PrefixCache]
 
 _STREAM_INTERVAL_S = 0.02
 
@@ -105,7 +102,7 @@ class LocalEngine:
         adapted = is_peft(model)
         self._versions = AdapterVersions(DEFAULT if adapted else BASE, adapted and settings.adapter_versions)
         self._drained = EngineStats()
-        self._unfinished: set[Future[Completion]] = set()
+        self._unfinished: set[SequenceState] = set()
         self._settings = settings
         before = torch.get_num_threads()
         _set_num_threads(settings.threads)
@@ -140,20 +137,19 @@ class LocalEngine:
 
     async def generate_batch(self, requests: Sequence[Request]) -> list[Completion]:
         """Sample one action per request, queued in order. Raises RequestRejected for an invalid one, or EngineBusy."""
-        pending = await self._sequences(requests)
-        self._worker.submit(partial(_for_each, self._sessions.add, pending))
+        sequences = await self._sequences(requests)
+        self._worker.submit(lambda: list(map(self._sessions.add, sequences)))
         try:
-            done = [await asyncio.wrap_future(future) for _, future in pending]
+            return [await asyncio.wrap_future(sequence.result) for sequence in sequences]
         except (asyncio.CancelledError, EngineError):  # abort the rest of the batch
-            self._worker.submit(partial(_for_each, self._core.abort, pending))
+            self._worker.submit(lambda: list(map(self._core.abort, sequences)))
             raise
-        return done
 
     async def stream(self, request: Request) -> AsyncIterator[Piece]:
         """Sample one action and yield its new tokens every 20 ms; the last piece has the finish reason."""
-        ((sequence, future),) = await self._sequences([request])
+        (sequence,) = await self._sequences([request])
         self._worker.submit(partial(self._sessions.add, sequence))
-        done, num_sent = asyncio.wrap_future(future), 0
+        done, num_sent = asyncio.wrap_future(sequence.result), 0
         try:
             while not done.done():
                 await asyncio.wait({done}, timeout=_STREAM_INTERVAL_S)
@@ -247,10 +243,10 @@ class LocalEngine:
                 f"A sequence of {len(token_ids)} tokens cannot be scored: "
                 f"the engine accepts 1 to {self.context_tokens}."
             )
-        sequence, future = self._sequence(Request("", tuple(token_ids), params, adapter=adapter))
+        sequence = self._sequence(Request("", tuple(token_ids), params, adapter=adapter))
         sequence.scores = [0.0]
         self._worker.submit(partial(self._sessions.add, sequence))
-        await asyncio.wrap_future(future)
+        await asyncio.wrap_future(sequence.result)
         return sequence.scores, [(), *(sequence.top_logprobs or [()] * (len(token_ids) - 1))]
 
     async def close(self) -> None:
@@ -269,7 +265,7 @@ class LocalEngine:
             loaded = ", ".join(sorted(self._forward.adapters.names)) or "none"
             raise RequestRejected(f"Adapter {adapter!r} is not loaded; loaded: {loaded}.")
 
-    async def _sequences(self, requests: Sequence[Request]) -> list[_Pending]:
+    async def _sequences(self, requests: Sequence[Request]) -> list[SequenceState]:
         """Create sequences for valid requests; guides are compiled on another thread."""
         for request in requests:
             check_fits(request, self.context_tokens)
@@ -293,22 +289,21 @@ class LocalEngine:
             _check_capacity(len(self._unfinished), len(requests), self._settings.max_requests)
         return [self._sequence(request, guide) for request, guide in zip(requests, guides, strict=True)]
 
-    def _sequence(self, request: Request, guide: GuideState | None = None) -> _Pending:
-        """Create a sequence whose end resolves the future, possibly on the worker thread."""
-        future: Future[Completion] = Future()
+    def _sequence(self, request: Request, guide: GuideState | None = None) -> SequenceState:
         limit = min(request.params.max_new_tokens, self.context_tokens - len(request.token_ids))
         adapter = self._versions.of(request.episode) if request.adapter is None else request.adapter
-        self._unfinished.add(future)
-        return SequenceState(request, limit, partial(self._ended, future), adapter, guide=guide), future
+        sequence = SequenceState(request, limit, self._ended, adapter, guide=guide)
+        self._unfinished.add(sequence)
+        return sequence
 
-    def _ended(self, future: Future[Completion], sequence: SequenceState) -> None:
-        self._unfinished.discard(future)
+    def _ended(self, sequence: SequenceState) -> None:
+        self._unfinished.discard(sequence)
         self._sessions.ended(sequence)
-        if future.set_running_or_notify_cancel():
+        if sequence.result.set_running_or_notify_cancel():
             if sequence.error is not None:
-                future.set_exception(sequence.error)
+                sequence.result.set_exception(sequence.error)
             else:
-                future.set_result(sequence.completion)
+                sequence.result.set_result(sequence.completion)
 
     @torch.no_grad()
     def _load(self, version: int, state: Mapping[str, torch.Tensor]) -> None:
@@ -339,7 +334,7 @@ class LocalEngine:
 
 def _make_scheduler(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase | None, settings: EngineSettings
-) -> tuple[_Scheduler, bool]:
+) -> tuple[SequenceScheduler, bool]:
     """Return a scheduler and whether it is batch-invariant: paged if the model supports it, otherwise generic."""
     num_pages = max(-(-settings.kv_cache_tokens // PAGE), -(-settings.context_tokens // PAGE), 16)
     pass_tokens = max(settings.pass_tokens, settings.max_batch)
@@ -357,11 +352,6 @@ def _make_scheduler(
     invariant = settings.batch_invariant and forward.compiled
     core.block = forward.block_for(pass_tokens) if invariant else 1
     return core, invariant
-
-
-def _for_each(function: Callable[[SequenceState], None], pending: Sequence[_Pending]) -> None:
-    for sequence, _ in pending:
-        function(sequence)
 
 
 def _check_capacity(num_unfinished: int, num: int, limit: int) -> None:
@@ -394,7 +384,7 @@ class SessionCache:
     passes, so that no weight update falls between an episode's cache lookup and its first pass.
     """
 
-    core: _Scheduler
+    core: SequenceScheduler
     keep_on_update: bool
     _histories: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
     _cache_roots: dict[str, str] = field(default_factory=dict, init=False)
@@ -428,7 +418,7 @@ class SessionCache:
 class ComputeThread:
     """Thread that runs a scheduler; `submit` and `call` run functions on it between two passes."""
 
-    def __init__(self, core: _Scheduler, threads: int) -> None:
+    def __init__(self, core: SequenceScheduler, threads: int) -> None:
         self._core, self._threads = core, threads
         self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()

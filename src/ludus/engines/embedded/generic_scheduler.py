@@ -8,10 +8,8 @@ kept, and copied for the other members of a group. States are not cut: only a wh
 from __future__ import annotations
 
 import copy
-import inspect
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -22,9 +20,9 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from ludus.engines.base import DEFAULT
 from ludus.engines.embedded.kv_cache import adapter_of
-from ludus.engines.embedded.model_runner import Chunk, agreement, check_positions, restore_linear, use_onednn
+from ludus.engines.embedded.model_runner import Chunk, ModelRunner, agreement, check_positions
 from ludus.engines.embedded.scheduler import SCORE_CHUNK, Pass, SequenceScheduler, SequenceState
-from ludus.engines.models.lora import AdapterBank, is_peft
+from ludus.engines.models.lora import AdapterBank
 from ludus.errors import UserError
 
 if TYPE_CHECKING:
@@ -62,7 +60,7 @@ _MODES = (
 )
 
 
-class GenericForward:
+class GenericForward(ModelRunner):
     """Forward passes of a causal language model over its own cache.
 
     For models that `RaggedForward` rejects: linear attention, state spaces, convolutions, sinks, latent attention. A
@@ -73,18 +71,11 @@ class GenericForward:
     """
 
     def __init__(self, model: PreTrainedModel, max_tokens: int) -> None:
-        self.model = model
-        first = next(model.parameters())
-        self.device: torch.device = first.device
-        self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
-        inner = model.get_base_model() if is_peft(model) else model
-        parameters = inspect.signature(inner.forward).parameters
-        self._selects_logits = "logits_to_keep" in parameters
-        self._takes_positions = "position_ids" in parameters
-        self._cache_name = next((name for name in _CACHE_NAMES if name in parameters), "")
-        check_positions(model, max_tokens)
-        with ExitStack() as undo:
-            undo.callback(restore_linear, use_onednn(model))
+        super().__init__(model)
+        self._takes_positions = "position_ids" in self._parameters
+        self._cache_name = next((name for name in _CACHE_NAMES if name in self._parameters), "")
+        with self._undo as undo:
+            check_positions(model, max_tokens)
             rows = torch.arange(_TRIAL_TOKENS, device=self.device) * 7 % self.vocab_size
             ids = torch.stack([rows, rows.flip(0)])
             try:
@@ -94,7 +85,7 @@ class GenericForward:
             except (TypeError, ValueError, AttributeError, LookupError, RuntimeError) as error:
                 raise UserError(f"The local engine cannot run {type(model).__name__}: {error}.", _HINT) from error
             undo.callback(self.adapters.close)
-            self.mode = self._choose_mode(ids, expected, first.dtype)
+            self.mode = self._choose_mode(ids, expected)
             self._undo = undo.pop_all()
 
     def logits(
@@ -114,10 +105,7 @@ class GenericForward:
         logits: Tensor = output.logits
         return (logits if all_rows else logits[:, -1:]), output.get(self._cache_name) if self.mode.has_cache else None
 
-    def close(self) -> None:
-        self._undo.close()
-
-    def _choose_mode(self, ids: Tensor, expected: Tensor, dtype: torch.dtype) -> CacheMode:
+    def _choose_mode(self, ids: Tensor, expected: Tensor) -> CacheMode:
         """Return the first way of caching whose log-probabilities are those of a plain pass."""
         reason = ""
         for mode in _MODES:
@@ -127,7 +115,7 @@ class GenericForward:
             except Exception as error:  # boundary: a model's code may raise anything
                 reason = f": {error}"
                 continue
-            if difference < _STRICT * agreement(expected, dtype):
+            if difference < _STRICT * agreement(expected, self.dtype):
                 return mode
             reason = f": cached and plain passes differ by {difference:.2g} in log-probability"
         raise UserError(f"The local engine cannot run {type(self.model).__name__}{reason}.", _HINT)
@@ -284,9 +272,11 @@ class StateStore:
     drop_adapter = clear
 
 
-class GenericScheduler(SequenceScheduler[GenericForward, StateStore]):
+class GenericScheduler(SequenceScheduler):
     """Scheduler over a `GenericForward`."""
 
+    runner: GenericForward
+    _cache: StateStore
     _batches: Sequence[Batch] = ()
 
     def release_episode(self, episode: str, cache_root: str, tokens: tuple[int, ...]) -> None:

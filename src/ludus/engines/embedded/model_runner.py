@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -54,43 +54,48 @@ class Chunk:
     adapter: str = ""
 
 
-class ModelRunner(Protocol):
-    """Forward passes of one model, as a scheduler and the engine use them."""
+class ModelRunner:
+    """Forward passes of one model, whose linear layers use oneDNN until `close`. Subclasses complete `__init__` within
+    `with self._undo`, so that an error restores the model."""
 
-    device: torch.device
-    vocab_size: int
     adapters: AdapterBank
 
-    def close(self) -> None:
-        """Restore the model."""
-
-
-class RaggedForward:
-    """Forward passes over chunks of many sequences, for standard attention (full or sliding-window).
-
-    Raises UserError for another model, or if a trial at start disagrees with a plain pass, and restores the model.
-    """
-
-    def __init__(self, model: PreTrainedModel, num_pages: int, max_tokens: int, threads: int) -> None:
+    def __init__(self, model: PreTrainedModel) -> None:
         self.model = model
         first = next(model.parameters())
         self.device: torch.device = first.device
         self.dtype: torch.dtype = first.dtype
         self.vocab_size: int = model.get_input_embeddings().weight.shape[0]
         inner = model.get_base_model() if is_peft(model) else model
-        self._selects_logits = "logits_to_keep" in inspect.signature(inner.forward).parameters
+        self._parameters = inspect.signature(inner.forward).parameters
+        self._selects_logits = "logits_to_keep" in self._parameters
+        self._undo = ExitStack()
+        self._undo.callback(restore_linear, use_onednn(model))
+
+    def close(self) -> None:
+        """Restore the model."""
+        self._undo.close()
+
+
+class RaggedForward(ModelRunner):
+    """Forward passes over chunks of many sequences, for standard attention (full or sliding-window).
+
+    Raises UserError for another model, or if a trial at start disagrees with a plain pass, and restores the model.
+    """
+
+    def __init__(self, model: PreTrainedModel, num_pages: int, max_tokens: int, threads: int) -> None:
+        super().__init__(model)
         self._kernel: attention.Kernel | None = None
         self._paged: PassRunner | None = None
         name = type(model).__name__
         kinds = set(model.config.get_text_config().to_dict().get("layer_types") or ["full_attention"])
-        if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
-            raise UserError(
-                f"The local engine cannot run {name}: it has {', '.join(unknown)} layers.",
-                "It runs models of full or sliding-window attention; serve others with an inference server.",
-            )
-        check_positions(model, max_tokens)
-        with ExitStack() as undo:
-            undo.callback(restore_linear, use_onednn(model))
+        with self._undo as undo:
+            if unknown := sorted(kinds - {"full_attention", "sliding_attention"}):
+                raise UserError(
+                    f"The local engine cannot run {name}: it has {', '.join(unknown)} layers.",
+                    "It runs models of full or sliding-window attention; serve others with an inference server.",
+                )
+            check_positions(model, max_tokens)
             try:
                 recorder, ids = _ShapeRecorder(), torch.tensor([self._trial_ids()], device=self.device)
                 with torch.inference_mode():
@@ -204,9 +209,6 @@ class RaggedForward:
         if rows > MIN_ROWS and uses_onednn(self.model.get_input_embeddings().weight):
             block = max(block, MIN_ROWS)
         return -(-rows // block) * block
-
-    def close(self) -> None:
-        self._undo.close()
 
     def _trial_ids(self) -> tuple[int, ...]:
         return tuple(i * 7 % self.vocab_size for i in range(_TRIAL_TOKENS))

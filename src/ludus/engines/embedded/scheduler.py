@@ -12,9 +12,10 @@ import time
 from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
-from typing import TYPE_CHECKING, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 import torch
@@ -43,6 +44,7 @@ class SequenceState:
     request: Request
     limit: int
     done: Callable[[SequenceState], None]
+    """Called with the sequence when it has ended, possibly on the worker thread."""
     adapter: str = ""
     cache_root: str = ""
     stops: StopStrings | None = None
@@ -61,6 +63,7 @@ class SequenceState:
     num_committed: int = 0
     path: list[RadixNode] = field(default_factory=list)
     reserved: int = 0
+    result: Future[Completion] = field(default_factory=Future)
 
     def __post_init__(self) -> None:
         self.tokens = list(self.request.token_ids)
@@ -141,18 +144,17 @@ class PrefixCache(Protocol):
         """Drop everything of an unloaded adapter."""
 
 
-Runner_co = TypeVar("Runner_co", bound=ModelRunner, covariant=True)
-Cache_co = TypeVar("Cache_co", bound=PrefixCache, covariant=True)
-
-
-class SequenceScheduler(ABC, Generic[Runner_co, Cache_co]):
+class SequenceScheduler(ABC):
     """Request queue and running sequences; subclasses plan and compute the passes."""
+
+    runner: ModelRunner
+    _cache: PrefixCache
 
     def __init__(
         self,
-        forward: Runner_co,
+        forward: ModelRunner,
         tokenizer: PreTrainedTokenizerBase | None,
-        cache: Cache_co,
+        cache: PrefixCache,
         num_slots: int,
         pass_tokens: int,
     ) -> None:
@@ -334,8 +336,10 @@ class SequenceScheduler(ABC, Generic[Runner_co, Cache_co]):
         """Update the cache after a step and finish the sequences that have ended."""
 
 
-class BatchScheduler(SequenceScheduler[RaggedForward, RadixCache]):
+class BatchScheduler(SequenceScheduler):
     """Scheduler of ragged passes over a paged cache: every pass may hold tokens of all sequences."""
+
+    runner: RaggedForward
 
     def __init__(
         self,
