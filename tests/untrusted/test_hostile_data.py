@@ -29,7 +29,7 @@ from ludus.untrusted import replies, worker
 from ludus.untrusted.replies import bounded_client
 from ludus.untrusted.worker import LimitExceeded, call_bounded
 from ludus.worlds.code import guest_runner
-from ludus.worlds.code.grader import CodeGrader, CodeTruth, TestCase, read_value, same_value, show_value
+from ludus.worlds.code.grader import CodeGrader, CodeTruth, TestCase, read_value, same_value, shorten
 from ludus.worlds.code.world import program_of
 from ludus.worlds.terminal.checks import SessionState, git_files, gzip_has_text
 from ludus.worlds.terminal.git import MAX_OBJECT_BYTES
@@ -121,7 +121,7 @@ def test_values_compare_equal_only_to_themselves():
 
 def test_values_are_shown_as_python_writes_them():
     for value in VALUES[:-3]:
-        assert eval(show_value(sent(value), 1_000), {"inf": float("inf")}) == value
+        assert eval(shorten(repr(sent(value)), 1_000), {"inf": float("inf")}) == value
 
 
 @pytest.mark.parametrize(

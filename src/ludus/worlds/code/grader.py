@@ -18,7 +18,7 @@ import inspect
 import json
 import math
 import secrets
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -293,24 +293,20 @@ class LongInt(int):
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Unordered:
-    """A set, frozenset or dict, sorted by the texts of its elements or keys, which are distinct.
+    """A set, frozenset or dict, sorted by the texts of its elements or keys.
 
-    `shown` are the elements or keys, `values` the values of a dict (the last one of a repeated key).
+    `items` are pairs by text: an element and None, or a key and its value (the last one of a repeated key).
     """
 
     kind: str
-    keys: tuple[str, ...]
-    shown: tuple[object, ...]
-    values: tuple[object, ...]
+    items: Mapping[str, Sequence[object]]
 
     def __repr__(self) -> str:
-        items = list(map(repr, self.shown))
-        if self.kind == "dict":
-            items = [f"{key}: {value!r}" for key, value in zip(items, self.values, strict=True)]
-        listed = "{" + ", ".join(items) + "}"
-        if self.kind == "dict" or (self.kind == "set" and items):
-            return listed
-        return f"{self.kind}({listed if items else ''})"
+        is_dict = self.kind == "dict"
+        listed = ", ".join(f"{one!r}: {value!r}" if is_dict else repr(one) for one, value in self.items.values())
+        if is_dict or (self.kind == "set" and self.items):
+            return f"{{{listed}}}"
+        return f"{self.kind}({f'{{{listed}}}' if self.items else ''})"
 
 
 def read_value(encoded: object) -> object:
@@ -339,8 +335,7 @@ def _unordered(kind: str, items: list[object]) -> Unordered:
         if not isinstance(pair, list) or len(pair) != 2:
             raise ValueError("a dictionary is made of pairs")
         by_key[_key(pair[0])] = pair
-    keys = tuple(sorted(by_key))
-    return Unordered(kind, keys, tuple(by_key[key][0] for key in keys), tuple(by_key[key][1] for key in keys))
+    return Unordered(kind, {key: by_key[key] for key in sorted(by_key)})
 
 
 _MAKERS = guest_runner.MAKERS | {
@@ -365,7 +360,7 @@ def _key(value: object) -> str:
         case tuple():
             return f"tuple {tuple_key([_key(one) for one in value])}"
         case Unordered(kind="frozenset"):
-            return f"frozenset {tuple_key([*value.keys])}"
+            return f"frozenset {tuple_key([*value.items])}"
     raise ValueError("an element of a set or a key that cannot be hashed")
 
 
@@ -373,8 +368,8 @@ def _equal(value: object, due: object) -> bool:
     if isinstance(value, list | tuple) and isinstance(due, list | tuple):
         return len(value) == len(due) and all(map(_equal, value, due))
     if isinstance(value, Unordered) and isinstance(due, Unordered):
-        same_keys = value.kind == due.kind and value.keys == due.keys
-        return same_keys and all(map(_equal, value.values, due.values))
+        same_keys = value.kind == due.kind and value.items.keys() == due.items.keys()
+        return same_keys and all(_equal(value.items[key][1], due.items[key][1]) for key in value.items)
     if isinstance(value, int | float) and isinstance(due, int | float):
         if value == due or (isinstance(value, int) and isinstance(due, int)):
             return value == due
