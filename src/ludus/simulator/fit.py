@@ -21,7 +21,7 @@ from ludus.errors import UserError
 from ludus.simulator.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
 from ludus.training.run.run_dir import RunFolder
 
-_TOOL_MEDIAN = re.compile("tools/.+/median_s")
+_TOOL_MEDIAN = re.compile(r"tools/.+/median_s")
 MIN_STEPS = 5
 MAX_ERROR = 0.3
 """Thresholds of warnings: minimum number of steps and maximum relative error."""

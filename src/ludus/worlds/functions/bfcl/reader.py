@@ -324,10 +324,6 @@ def _as_turns(question: object) -> object:
     return [question] if is_one else question
 
 
-def _as_list(functions: object) -> object:
-    return [functions] if isinstance(functions, dict) else functions
-
-
 class _BfclMessage(BaseModel):
     role: Literal["system", "user", "assistant"]
     content: str
@@ -338,7 +334,7 @@ class _BfclRecord(BaseModel):
 
     id: str = Field(min_length=1)
     question: Annotated[list[list[_BfclMessage]], BeforeValidator(_as_turns), Field(min_length=1)]
-    function: Annotated[list[Description], BeforeValidator(_as_list)] | None = None
+    function: Annotated[list[Description], BeforeValidator(lambda f: [f] if isinstance(f, dict) else f)] | None = None
     ground_truth: list[JsonValue] | None = None
     involved_classes: list[str] | None = Field(None, min_length=1)
     initial_config: dict[str, JsonValue] = {}
