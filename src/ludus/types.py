@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 from typing import Final, Literal, NamedTuple, Required, TypedDict, TypeVar
@@ -217,6 +217,11 @@ class SamplingParams:
     top_logprobs: int = 0
 
     @property
+    def numbers(self) -> dict[str, float]:
+        """Values of the parameters in `PARAM_BOUNDS`, by name."""
+        return {name: value for name, value in asdict(self).items() if name in PARAM_BOUNDS}
+
+    @property
     def cuts(self) -> bool:
         """Whether `top_k`, `top_p`, `min_p` or `guide` can exclude tokens."""
         cut = self.top_k > 0 or self.top_p < 1 or self.min_p > 0
@@ -271,6 +276,9 @@ class Completion:
     top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
+SegmentKind = Literal["prompt", "action", "observation"]
+
+
 @dataclass(frozen=True, slots=True)
 class Segment:
     """Consecutive tokens of one origin.
@@ -280,7 +288,7 @@ class Segment:
     the root for the first. `logprobs` and `versions` have one entry per action token and are empty for other kinds.
     """
 
-    kind: Literal["prompt", "action", "observation"]
+    kind: SegmentKind
     tokens: tuple[int, ...]
     turn: int = 0
     parent: int | None = None

@@ -380,7 +380,7 @@ GOOD = {
     "/join_weight_group": {"host": "127.0.0.1", "port": 1, "rank": 1, "count": 2, "timeout_s": 0.01},
     "/prepare_weights": {"version": 1, "base": None, "digest": "", "tensors": []},
     "/update_weight_version": {"new_version": "0"},
-    "/weight_checker": {"action": "checksum"},
+    "/weight_checker": {"action": "compare", "baseline": {}},
     "/v1/load_lora_adapter": {"lora_name": "a", "lora_path": "/none", "weight_version": "0"},
     "/v1/unload_lora_adapter": {"lora_name": "a"},
 }

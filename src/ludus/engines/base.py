@@ -51,10 +51,10 @@ def copies(request: Request, n: int) -> list[Request]:
 
 def check_params(params: SamplingParams) -> None:
     """Raise RequestRejected if a parameter is outside `PARAM_BOUNDS`."""
-    values = asdict(params)
-    for name, bound in PARAM_BOUNDS.items():
-        if not bound.contains(values[name]):
-            raise RequestRejected(f"{name} is {values[name]:.10g}; {bound.words}.")
+    for name, value in params.numbers.items():
+        bound = PARAM_BOUNDS[name]
+        if not bound.contains(value):
+            raise RequestRejected(f"{name} is {value:.10g}; {bound.words}.")
 
 
 def check_fits(request: Request, limit: int) -> None:

@@ -280,6 +280,7 @@ class _UnloadAdapter(BaseModel):
 
 class _Check(BaseModel):
     action: str
+    baseline: dict[str, str] | None = None
 
 
 class _Abort(BaseModel):
@@ -430,12 +431,17 @@ class ControlEndpoints:
         return JSONResponse({"success": True})
 
     async def check(self, _: Request, body: _Check) -> Response:
-        """Return the SHA-256 of each parameter by name, with vLLM's worker prefix."""
-        if body.action != "checksum":
-            raise BadRequest(f"action is {body.action!r}, but must be checksum.")
+        """Return or compare the SHA-256 of each parameter by name, with vLLM's worker prefix."""
+        if body.action not in ("checksum", "compare"):
+            raise BadRequest(f"action is {body.action!r}, but must be checksum or compare.")
         named = dict(self.model.named_parameters())
         own = await asyncio.to_thread(lambda: {f"{_WORKER}{name}": tensor_digest(p) for name, p in named.items()})
-        return JSONResponse({"checksums": own})
+        if body.action == "checksum":
+            return JSONResponse({"checksums": own})
+        if body.baseline is None:
+            raise BadRequest("action = compare needs a baseline.")
+        wrong = sorted({name for name, _ in own.items() ^ body.baseline.items()})
+        return JSONResponse({"match": not wrong, "mismatches": wrong})
 
     async def fingerprint(self, request: Request, _: NoBody) -> Response:
         with self.service.use_adapter(request.query_params.get("model")) as adapter:

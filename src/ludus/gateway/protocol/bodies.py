@@ -20,7 +20,7 @@ from typing import Annotated, Literal, Self, TypeVar
 from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
 
 from ludus.tools.base import FunctionSchema, ToolSchema
-from ludus.types import PARAM_BOUNDS, Guide, Message, MessageToolCall, SamplingParams
+from ludus.types import MAX_TOP_LOGPROBS, PARAM_BOUNDS, Guide, Message, MessageToolCall, SamplingParams
 
 _LABELS = frozenset({"user", "metadata", "store", "service_tier", "priority", "session_id", "cache_salt"})
 _NUM_CHOICES, _NUM_STOPS, _NUM_STOP_IDS, _MAX_GUIDE_CHARS = 128, 64, 1024, 2**16
@@ -78,6 +78,12 @@ class ResponseFormat(BaseModel):
     json_schema: dict[str, JsonValue] | None = None
 
 
+def _check_num_top(num: int) -> int:
+    if num > MAX_TOP_LOGPROBS:
+        raise ValueError(f"at most {MAX_TOP_LOGPROBS} top_logprobs are supported, {num} requested")
+    return num
+
+
 def _within(name: str, *, also: int | None = None) -> AfterValidator:
     """Return a validator for the bound `name` of the engines; `also` is an additional valid value."""
     bound = PARAM_BOUNDS[name]
@@ -90,7 +96,7 @@ def _within(name: str, *, also: int | None = None) -> AfterValidator:
     return AfterValidator(check)
 
 
-NumTop = Annotated[int, _within("top_logprobs")]  # number of top log-probabilities per position
+NumTop = Annotated[int, Field(ge=0), AfterValidator(_check_num_top)]  # number of top log-probabilities per position
 
 
 class Sampling(BaseModel):
