@@ -6,6 +6,7 @@ import argparse
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from rich.console import Console
@@ -137,8 +138,13 @@ _REACH = 2.8
 """Sum of the normal quantiles 0.975 and 0.8: a detectable difference in standard errors."""
 
 
-SeedsRow = tuple[EvaluationPlan, SeedsDifference, tuple[float, float], float]
-"""Comparison of one split and sampling: B minus A, both rates, and the mean square difference per task."""
+class SeedsRow(NamedTuple):
+    """Comparison of one split and sampling: B minus A, both rates, and the mean square difference per task."""
+
+    plan: EvaluationPlan
+    found: SeedsDifference
+    rates: tuple[float, float]
+    square: float
 
 
 def _print_seeds(all_a: Sequence[Path], all_b: Sequence[Path], power: float | None) -> None:
@@ -162,10 +168,10 @@ def matching(
     paths = [*all_a, *all_b]
     if len({path.resolve() for path in paths}) < len(paths):
         raise UserError("A run or file is named twice.", "Name each once: a repeated run is not another seed.")
-    for path in paths[1:]:
-        find_pairs(paths[0], path)  # checks that it exists and matches the first
+    pairs = {path: find_pairs(paths[0], path) for path in paths[1:]}  # checks that all exist and match the first
     if not paths[0].is_dir():
-        found = [list(map(comparison.load_stored, paths))]
+        first = pairs[paths[1]][0][0]
+        found = [[first, *(pairs[path][0][1] for path in paths[1:])]]
     else:
         stored = [comparison.newest_evaluations(path) for path in paths]
         found = [[one[key] for one in stored] for key in stored[0] if all(key in one for one in stored)]
@@ -182,7 +188,7 @@ def compare_seeds(a: Sequence[StoredEvaluation], b: Sequence[StoredEvaluation]) 
         raise UserError("A single task cannot be compared.", "Use evaluations of 2 tasks or more.")
     found = seeds_difference(scores_b, scores_a)
     square = float(((scores_b[:, None] - scores_a[None]) ** 2).mean())
-    return first.plan, found, (float(scores_a.mean()), float(scores_b.mean())), square
+    return SeedsRow(first.plan, found, (float(scores_a.mean()), float(scores_b.mean())), square)
 
 
 def _scores(first: Evaluation, other: StoredEvaluation) -> list[float]:
