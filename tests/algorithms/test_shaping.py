@@ -35,6 +35,8 @@ def test_length_terms_equal_the_loop(lengths, cache, target):
 
     ours = shaping.soft_overlong(lengths=tensor, max_length=30, cache=cache)
     assert ours.tolist() == pytest.approx([overlong(n) for n in lengths], abs=1e-12)
+    linear = shaping.length_linear(lengths=tensor, target=target, lam=0.1)
+    assert linear.tolist() == pytest.approx([-0.1 * max(0, n - target) for n in lengths], abs=1e-12)
     held = shaping.length_linear(lengths=tensor, target=target, lam=0.1, cap=0.5)
     assert held.tolist() == pytest.approx([-min(0.5, 0.1 * max(0, n - target)) for n in lengths], abs=1e-12)
     sigmoid = shaping.length_sigmoid(
@@ -90,6 +92,7 @@ def test_pareto_equals_the_loop(rows, seed):
             left = [i for i in left if i not in best]
             front += 1
     parts = torch.tensor(rows, dtype=torch.float64)
+    assert shaping.pareto_ranks(parts=parts, group=group).tolist() == ranks
     rewards = shaping.pareto(parts=parts, group=group)
     fronts = [1 + max(r for r, g in zip(ranks, group, strict=True) if g == own) for own in group]
     assert rewards.tolist() == pytest.approx([1 - r / n for r, n in zip(ranks, fronts, strict=True)], abs=1e-12)

@@ -27,11 +27,12 @@ def soft_overlong(*, lengths: Tensor, max_length: int, cache: int) -> Tensor:
     return ((max_length - cache - lengths.double()) / cache).clamp(-1.0, 0.0)
 
 
-def length_linear(*, lengths: Tensor, target: float, lam: float, cap: float) -> Tensor:
-    """Return `-lam max(0, T - target)`, bounded below by `-cap`, float64; added to the reward."""
-    if lam < 0 or cap < 0:
+def length_linear(*, lengths: Tensor, target: float, lam: float, cap: float | None = None) -> Tensor:
+    """Return `-lam max(0, T - target)`, bounded below by `-cap` if set, float64; added to the reward."""
+    if lam < 0 or (cap is not None and cap < 0):
         raise ValueError(f"lam and cap must not be negative: {lam}, {cap}")
-    return (-lam * (lengths.double() - target).clamp(min=0.0)).clamp(min=-cap)
+    penalty = -lam * (lengths.double() - target).clamp(min=0.0)
+    return penalty if cap is None else penalty.clamp(min=-cap)
 
 
 def length_sigmoid(*, rewards: Tensor, lengths: Tensor, target: float, tau: float, floor: float = 0.0) -> Tensor:
@@ -117,13 +118,12 @@ def gated(*, gate: Tensor, rewards: Tensor, threshold: float = 0.0, closed: floa
     return torch.where(gate > threshold, rewards, torch.full_like(rewards, closed))
 
 
-def pareto(*, parts: Tensor, group: Tensor) -> Tensor:
-    """Return `1 - rank / (number of fronts in the group)`, [N] float64: 1 for the first front, above 0 for the last.
+def pareto_ranks(*, parts: Tensor, group: Tensor) -> Tensor:
+    """Return the Pareto front of each member within its group, [N] int64: 0 for non-dominated members.
 
-    One member dominates another if it is at least as good in every part and better in one, and scores higher; parts
-    have no weights. Front `f`, of rank `f`, holds the non-dominated members after removal of the previous fronts
-    (non-dominated sorting, NSGA-II, Deb et al. 2002). A group with one front has equal rewards. `parts` [N, K], larger
-    is better, `group` [N] integers. Raises ValueError for non-finite values.
+    One member dominates another if it is at least as good in every part and better in one. Front `f` holds
+    the non-dominated members after removal of the previous fronts (non-dominated sorting, NSGA-II, Deb et al.
+    2002). `parts` [N, K], larger is better. Raises ValueError for non-finite values.
     """
     beats = _domination(parts, group)
     ranks = torch.full(group.shape, -1, dtype=torch.long, device=parts.device)
@@ -131,6 +131,16 @@ def pareto(*, parts: Tensor, group: Tensor) -> Tensor:
     while bool((left := ranks < 0).any()):
         ranks = torch.where(left & ~(beats & left[:, None]).any(0), front, ranks)
         front += 1
+    return ranks
+
+
+def pareto(*, parts: Tensor, group: Tensor) -> Tensor:
+    """Return `1 - rank / (number of fronts in the group)`, [N] float64: 1 for the first front, above 0 for the last.
+
+    A member scores higher than all members that it dominates; parts have no weights. A group with one front has
+    equal rewards. `parts` [N, K], `group` [N] integers.
+    """
+    ranks = pareto_ranks(parts=parts, group=group)
     index = torch.unique(group, return_inverse=True)[1]
     fronts = torch.zeros(int(index.max()) + 1 if index.numel() else 0, dtype=torch.long, device=ranks.device)
     fronts = fronts.scatter_reduce(0, index, ranks + 1, "amax")

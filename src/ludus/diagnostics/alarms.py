@@ -158,10 +158,11 @@ def _evaluations(history: History) -> tuple[str, list[tuple[Row, float]]]:
     return (names[0], [(row, row[names[0]]) for row in history if names[0] in row]) if names else ("", [])
 
 
+# An alarm about too little, but for the critic's, is also raised if the metric is NaN.
 _SIDES: Final[Mapping[str, Callable[[Sequence[float], float], bool]]] = {
     "above": lambda values, limit: min(values) > limit,
-    "at least": lambda values, limit: min(values) >= limit,
-    "below": lambda values, limit: max(values) < limit,
+    "at least": lambda values, limit: not min(values) < limit,
+    "below": lambda values, limit: not max(values) >= limit,
     "at most": lambda values, limit: max(values) <= limit,
 }
 

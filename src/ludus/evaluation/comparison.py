@@ -155,11 +155,16 @@ def curve_shape(points: Sequence[BoundaryPoint]) -> Shape:
     return "unclear"
 
 
-def time_to_target(
-    rows: Sequence[MetricsRow], metric: str, target: float
-) -> tuple[tuple[float, float, float] | None, float]:
-    """Return the interpolated step, episodes and sampled tokens when `metric` first reached `target`, if ever, and its
-    maximum; at least one row has the metric."""
+@dataclass(frozen=True)
+class TargetReached:
+    """Interpolated step, episodes and sampled tokens when success first reached a target, if ever; the best success."""
+
+    at: tuple[float, float, float] | None
+    best: float
+
+
+def time_to_target(rows: Sequence[MetricsRow], metric: str, target: float) -> TargetReached:
+    """Return when `metric` first reaches `target`, with all episodes and tokens so far. ValueError without it."""
     points: list[tuple[float, float, float, float]] = []
     episodes = tokens = 0.0
     for row in rows:
@@ -168,11 +173,13 @@ def time_to_target(
         tokens += count * row.metrics.get("response_length/mean", 0.0)
         if metric in row.metrics:
             points.append((row.metrics[metric], row.step, episodes, tokens))
+    if not points:
+        raise ValueError(f"no step has the metric {metric}")
     best = max(point[0] for point in points)
     at = next((i for i, point in enumerate(points) if point[0] >= target), None)
     if at is None:
-        return None, best
+        return TargetReached(None, best)
     before, after = points[max(0, at - 1)], points[at]
     share = 1.0 if at == 0 else (target - before[0]) / (after[0] - before[0])
     step, num, sampled = (x + share * (y - x) for x, y in zip(before[1:], after[1:], strict=True))
-    return (step, num, sampled), best
+    return TargetReached((step, num, sampled), best)

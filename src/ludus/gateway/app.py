@@ -13,7 +13,7 @@ import secrets
 import tomllib
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from dataclasses import asdict, dataclass, field
-from functools import partial
+from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, TypeVar
@@ -188,6 +188,15 @@ async def _error(_: Request, error: Exception) -> Response:
     return error_response(_FAILED, f"{type(error).__name__}: {error}")
 
 
+@cache
+def _metric_families() -> Mapping[str, Mapping[str, tuple[str, str]]]:
+    """Return source and description by metric, by kind."""
+    families: Mapping[str, Mapping[str, tuple[str, str]]] = tomllib.loads(
+        (files(__package__) / "metrics.toml").read_text("utf-8")
+    )
+    return families
+
+
 def prometheus_text(service: CompletionService) -> str:
     """Return counters and gauges in text format 0.0.4."""
     values = {
@@ -197,10 +206,9 @@ def prometheus_text(service: CompletionService) -> str:
         "version": service.engine.version,
         **asdict(service.engine.stats()),
     }
-    families = tomllib.loads((files(__package__) / "metrics.toml").read_text("utf-8"))
     return "".join(
         f"# HELP ludus_{name} {description}\n# TYPE ludus_{name} {kind}\nludus_{name} {values[source]}\n"
-        for kind, family in families.items()
+        for kind, family in _metric_families().items()
         for name, (source, description) in family.items()
     )
 

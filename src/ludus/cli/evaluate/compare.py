@@ -263,10 +263,11 @@ def _target_table(rows: Sequence[Sequence[MetricsRow]], metrics: Sequence[str], 
     cells: list[tuple[object, ...]] = []
     for metric in metrics:
         for name, own in zip("AB", rows, strict=True):
-            reached, best = comparison.time_to_target(own, metric, target)
+            found = comparison.time_to_target(own, metric, target)
             numbers: tuple[object, ...] = ("not reached", None, None)
-            if reached is not None:
-                numbers = (f"{reached[0]:.1f}", f"{reached[1]:,.0f}", f"{reached[2]:,.0f}")
-            cells.append((metric.removesuffix("/success"), name, *numbers, f"{best:.1%}"))
+            if found.at is not None:
+                step, episodes, tokens = found.at
+                numbers = (f"{step:.1f}", f"{episodes:,.0f}", f"{tokens:,.0f}")
+            cells.append((metric.removesuffix("/success"), name, *numbers, f"{found.best:.1%}"))
     details = (TableColumn("episodes", 2), TableColumn("sampled tokens", 1), TableColumn("best", 3))
     return make_table(("evaluation", "run", "step", *details), cells, f"Until {target:.0%} success")

@@ -127,7 +127,7 @@ class TeacherConfig(Section):
     """The teacher of on-policy distillation (preset distill)."""
 
     path: str | None = None
-    """A model folder or name with the policy's tokenizer; if unset, there is no teacher."""
+    """A model folder or name with the policy's tokenizer; if unset, no teacher is used."""
 
 
 class DemonstrationsConfig(Section):

@@ -103,7 +103,7 @@ class RewardsConfig(Section):
     model: str | list[str] | None = None
     """A run folder of `ludus reward-model`, or one of its checkpoints: `sigmoid(score)` becomes the part reward_model.
     A list is an ensemble of models of one kind; the part is their mean minus `model_std_coef` times their standard
-    deviation. If unset, there is no such part."""
+    deviation. If unset, the part is not added."""
     model_std_coef: float = Field(0.0, ge=0)
     """Ensembles: penalty on the disagreement of the models."""
     model_weight: float = Field(0.2, ge=0)

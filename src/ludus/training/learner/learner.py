@@ -369,6 +369,8 @@ class Learner:
         self._finite.clear()
         sum_gradients(self.optimizer.parameters, self.ranks)
         gathered = [statistics for part in self.ranks.gather(collected) for statistics in part]
+        if not gathered:
+            raise ValueError("a batch needs at least one row")
         return functools.reduce(operator.add, gathered), normaliser.tokens
 
     def _local_indices(self, rows: Sequence[Row]) -> Sequence[int]:
