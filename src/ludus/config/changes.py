@@ -1,14 +1,10 @@
-"""Differences between configurations, and the settings that --quick lowers (`recipes/quick.toml`)."""
+"""Differences between configurations."""
 
 from __future__ import annotations
 
-import tomllib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from importlib import resources
 
-from ludus.config.load import apply_overrides
-from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
 from ludus.config.toml import value_text
 
@@ -47,25 +43,3 @@ def _changes(old: Mapping[str, object], new: Mapping[str, object], prefix: str) 
             yield from _changes(before, after, f"{prefix}{name}.")
         elif before != after:
             yield ChangedSetting(f"{prefix}{name}", before, after)
-
-
-def quick_cuts(kind: StageKind, config: Config, overrides: Sequence[str]) -> list[ChangedSetting]:
-    """Return the settings of a run that are lowered: those above the table, unless they are among `overrides`."""
-    explicit: dict[str, object] = {}
-    apply_overrides(explicit, overrides)
-    table = tomllib.loads((resources.files("ludus.recipes") / "quick.toml").read_text("utf-8"))
-    sections = ["training" if kind == "rl" else kind.replace("-", "_")]
-    sections += ["evaluation"] * (kind in ("rl", "rft")) + ["sft"] * (kind == "rl" and config.model.from_scratch)
-    values, cuts = config.model_dump(), []
-    for section in sections:
-        own = explicit.get(section)
-        for name, most in table[section].items():
-            old = values[section][name]
-            if not (isinstance(own, dict) and name in own) and (old is None or old > most):
-                cuts.append(ChangedSetting(f"{section}.{name}", old, most))
-    return cuts
-
-
-def describe_cuts(cuts: Sequence[ChangedSetting]) -> str:
-    """Return the line that names the lowered settings."""
-    return f"Quick: {', '.join(map(str, cuts)) or 'nothing to lower'}"

@@ -15,9 +15,10 @@ from ludus.cli.arguments import model_settings, recipe_config, run_config
 from ludus.cli.commands.config import check_reward_parts
 from ludus.cli.signals import handle_interrupts
 from ludus.cli.ui.terminal import announce, bars, load_libraries, make_console, print_line, print_text
-from ludus.config.changes import changes, describe_cuts, quick_cuts
+from ludus.config.changes import changes
 from ludus.config.environment import launched_rank
 from ludus.config.pipeline import StageKind
+from ludus.config.quick import describe_cuts, quick_cuts
 from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
@@ -211,7 +212,7 @@ class SftStage(TrainingStage):
         """Print that the fine-tuning is complete, and the next commands."""
         from ludus.cli.ui.progress import use_command
 
-        console, steps, checkpoint = (make_console(), config.sft.steps, run_dir.latest_checkpoint(folder)[1])
+        console, steps, checkpoint = make_console(), config.sft.steps, run_dir.latest_checkpoint(folder)[1]
         print_line(console, f"The fine-tuning is complete: all {steps} steps are done.\nCheckpoint: {checkpoint}")
         print_line(console, f"  continue it:  {run_dir.resume_command(folder)} --sft.steps {2 * steps}")
         print_line(console, f"  use it:       {use_command(folder, config, checkpoint)}")
