@@ -47,9 +47,9 @@ def engine(hybrid):
 
 
 def test_choosing_the_generic_scheduler_logs_one_warning(hybrid, caplog):
-    with caplog.at_level(logging.WARNING, "ludus.engine"):
+    with caplog.at_level(logging.WARNING, "ludus.engines.embedded.engine"):
         engine = LocalEngine(hybrid, settings=SETTINGS)
-    (record,) = [one for one in caplog.records if one.name == "ludus.engine"]
+    (record,) = [one for one in caplog.records if one.name == "ludus.engines.embedded.engine"]
     assert "Qwen3NextForCausalLM: it has linear_attention layers" in record.getMessage()
     assert "which is slower: one cache per episode, batches of equal length" in record.getMessage()
     assert isinstance(engine._core, GenericScheduler)

@@ -25,7 +25,7 @@ _SHOW_CURSOR = "\x1b[?25h"
 _BARS = 3
 """Maximum number of progress bars; their next frame moves the cursor up by as many lines and overwrites them."""
 
-log = logging.getLogger("ludus")
+log = logging.getLogger(__name__)
 
 
 @contextmanager

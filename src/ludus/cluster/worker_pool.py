@@ -27,7 +27,7 @@ _DRAIN_S = 600.0
 MAX_ATTEMPTS = 3
 """Maximum attempts of reward workers to score one trajectory."""
 
-log = logging.getLogger("ludus.cluster")
+log = logging.getLogger(__name__)
 
 
 @dataclass(eq=False)

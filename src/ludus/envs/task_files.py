@@ -28,7 +28,7 @@ from ludus.rewards.extract import NotJson, read_json
 from ludus.tools.fetch import json_lines
 from ludus.types import JSON, Task
 
-_LOG: Final = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 SPLITS: Final = ("train", "validation", "test")
 Record = Mapping[str, JSON]  # one line of a file
 Row = TypeVar("Row")
@@ -262,7 +262,7 @@ def load_tasks(
         seen[name] = number
         tasks[split].append(task)
     if skipped:
-        _LOG.warning("%s: %d rows without a usable answer or with an attached file are skipped.", path, skipped)
+        log.warning("%s: %d rows without a usable answer or with an attached file are skipped.", path, skipped)
     if not seen:
         raise UserError(f"{path} contains no tasks.", hint)
     return {split: tuple(found) for split, found in tasks.items()}

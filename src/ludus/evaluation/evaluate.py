@@ -26,7 +26,7 @@ from ludus.rollouts.rollout_files import RolloutRecord, replaced_file, rollout_l
 from ludus.rollouts.scheduler import Episode, RolloutRequest, Scheduler
 from ludus.types import WORLD_TAG, StopReason, Task, Trajectory
 
-log = logging.getLogger("ludus.evaluation")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

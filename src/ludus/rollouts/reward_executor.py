@@ -51,7 +51,7 @@ _PIPELINE_DEPTH = 4
 """Requests pipelined to one process."""
 _FRAME = re.compile(r'File "([^"]*)", line (\d+) in (\S+)')
 
-log = logging.getLogger("ludus.rewards")
+log = logging.getLogger(__name__)
 
 
 class RewardExecutor(Protocol):

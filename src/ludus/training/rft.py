@@ -40,7 +40,7 @@ from ludus.training.run.session import TrainingSession, make_engine, session_sch
 from ludus.training.sft import sft_step
 from ludus.types import Group
 
-log = logging.getLogger("ludus.rft")
+log = logging.getLogger(__name__)
 
 
 def check_rft(config: Config, world: World) -> None:

@@ -30,7 +30,7 @@ from ludus.training.run import run_dir
 from ludus.training.run.preflight import check_extras, check_new_run, check_plugins
 from ludus.training.run.run_dir import RunFolder
 
-log = logging.getLogger("ludus")
+log = logging.getLogger(__name__)
 
 TrainFunction = Callable[[RunFolder], None]
 """Trains in a run folder, and prints the results."""

@@ -39,7 +39,7 @@ from ludus.types import Timings
 if TYPE_CHECKING:
     from ludus.cluster.cluster import Cluster
 
-log = logging.getLogger("ludus.sft")
+log = logging.getLogger(__name__)
 
 
 class EpisodeBar(PhaseBar):

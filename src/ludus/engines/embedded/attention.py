@@ -277,7 +277,7 @@ class ScoreRule:
         return weights.float().softmax(-1).to(value.dtype) @ value
 
 
-_LOG = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _COMPILE = ("-c", "-O3", "-march=native", "-ffast-math", "-fPIC", "-std=gnu11")
 _LINK = ("-shared",)
 """Flags of a separate link step: linking with `-ffast-math` would add code that flushes subnormal numbers to
@@ -356,7 +356,7 @@ def _library() -> ctypes.CDLL | None:
             _compile(compiler, source, target)
         library = ctypes.CDLL(str(target))
     except (OSError, subprocess.SubprocessError) as error:
-        _LOG.info("no compiled attention kernel: %s", error)
+        log.info("no compiled attention kernel: %s", error)
         return None
     library.ludus_write.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64)
     library.ludus_attend.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int64, ctypes.c_void_p)

@@ -34,7 +34,7 @@ from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
-log = logging.getLogger("ludus.engine")
+log = logging.getLogger(__name__)
 
 _STREAM_INTERVAL_S = 0.02
 

@@ -128,7 +128,7 @@ _UNKNOWN_NAME = (400, 404)
 
 Answer = TypeVar("Answer")
 
-log = logging.getLogger("ludus.server")
+log = logging.getLogger(__name__)
 
 
 class ServerEngine:

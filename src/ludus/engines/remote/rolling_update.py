@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
     import torch
 
-log = logging.getLogger("ludus.server")
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)

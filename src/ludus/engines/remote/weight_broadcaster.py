@@ -35,7 +35,7 @@ _NOT_FOUND, _NO_GROUP = 404, 409
 EXTENSION = "ludus.engines.remote.vllm_worker_extension.LudusWorkerExtension"
 """Worker extension of vLLM that receives broadcast weights."""
 
-log = logging.getLogger("ludus.server")
+log = logging.getLogger(__name__)
 
 
 class _Results(BaseModel):

@@ -103,7 +103,7 @@ def write_error(folder: Path, error: Exception) -> StorageError:
 
 _UNLOAD_TIMEOUT_S = 5.0
 
-log = logging.getLogger("ludus.server")
+log = logging.getLogger(__name__)
 
 
 @dataclass

@@ -52,7 +52,7 @@ exec "$@"
 """Shell script that executes the server. If util-linux is installed, the kernel kills the server when this
 process exits, even if the server hangs and does not read its closed input."""
 
-_log = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +134,7 @@ def _error_response(why: str, head: bytes, tail: bytes, call: bytes | None) -> b
     if call is None and (found := _FIRST_ID.search(head[:_ENDS]) or _LAST_ID.search(tail[-_ENDS:])):
         call = found.group(1)
     if call is None:
-        _log.warning("Dropped a message of an MCP server: %s.", why)
+        log.warning("Dropped a message of an MCP server: %s.", why)
         return None
     error = json.dumps({"code": _INTERNAL_ERROR, "message": f"the tool failed: {why}"})
     return b'{"jsonrpc": "2.0", "id": ' + call + b', "error": ' + error.encode() + b"}"

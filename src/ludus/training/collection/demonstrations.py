@@ -26,7 +26,7 @@ from ludus.training.datasets.files import read_dialogues
 from ludus.training.run.session import TrainingSession
 from ludus.types import Action, Message, Segment, StopReason, Task, ToolStatus, Trajectory
 
-log = logging.getLogger("ludus.experts")
+log = logging.getLogger(__name__)
 
 _TOO_LONG = (StopReason.PROMPT_TOO_LONG, StopReason.MAX_TOKENS)
 

@@ -35,7 +35,7 @@ from ludus.training.credit.advantages import TrainingSample, assign_credit, is_e
 from ludus.training.run.session import TrainingSession, session_scheduler
 from ludus.types import Task
 
-log = logging.getLogger("ludus.sampling")
+log = logging.getLogger(__name__)
 
 
 class EpisodeReporter(Protocol):

@@ -62,7 +62,7 @@ from ludus.training.learner.logprobs import (
 from ludus.training.learner.optimizer import Optimizer
 from ludus.training.learner.token_values import TokenValues
 
-log = logging.getLogger("ludus.learner")
+log = logging.getLogger(__name__)
 REMEDY = "Set model.activation_checkpointing, lower rollout.max_seq_len, or train adapters (model.lora)."
 
 

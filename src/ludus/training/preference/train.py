@@ -61,7 +61,7 @@ from ludus.training.run.session import (
 )
 from ludus.training.run.supervised import SupervisedTraining, split_by_tokens, step_metrics
 
-log = logging.getLogger("ludus.preference")
+log = logging.getLogger(__name__)
 
 
 async def _sample_attempts(session: TrainingSession, engine: Engine, reporter: EpisodeReporter | None) -> list[Episode]:

@@ -24,7 +24,7 @@ from ludus.training.run.session import TrainingSession
 from ludus.training.run.supervised import SupervisedTraining, split_by_tokens, step_metrics
 from ludus.training.value_models.reward_model import Kind, RewardExample, RewardModel, head_name, make_reward_model
 
-log = logging.getLogger("ludus.reward_model")
+log = logging.getLogger(__name__)
 
 
 class RewardTraining(SupervisedTraining):

@@ -64,7 +64,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-log = logging.getLogger("ludus.start")
+log = logging.getLogger(__name__)
 
 PROBE_TOKENS = 64
 

@@ -25,7 +25,7 @@ from ludus.training.batches.rows import Row
 from ludus.training.distributed.collectives import Collectives, local_shard, raise_on_all_ranks
 from ludus.training.learner.learner import REMEDY, CachedLogprobs, Learner
 
-log = logging.getLogger("ludus.learner")
+log = logging.getLogger(__name__)
 
 _CGROUP = Path("/sys/fs/cgroup/memory.max")
 

@@ -33,7 +33,7 @@ from ludus.training.run.run_dir import RunFolder, attach_run_log, list_checkpoin
 from ludus.training.run.session import TrainingSession, open_session
 from ludus.training.value_models.factory import checkpoint_parts
 
-log = logging.getLogger("ludus.rank")
+log = logging.getLogger(__name__)
 
 
 def run_rank(device: torch.device, timeout_s: float) -> None:

@@ -53,7 +53,7 @@ from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.factory import checkpoint_parts
 from ludus.types import Group
 
-log = logging.getLogger("ludus.rl")
+log = logging.getLogger(__name__)
 
 KL_REMEDY = "a larger algorithm.kl_coef, a lower training.learning_rate or another kl_control.guard_factor"
 

@@ -36,7 +36,7 @@ from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.factory import ValueModel, at_actions, estimate_values, train_value_model
 from ludus.types import Trajectory
 
-log = logging.getLogger("ludus.learning")
+log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 ENTROPY_FILTER_OFF = (

@@ -23,7 +23,7 @@ from ludus.training.run.checkpoint import Extra, TrainerState, load_trainer, loa
 from ludus.training.run.run_dir import RunFolder, list_checkpoints
 from ludus.training.run.session import TrainingSession
 
-log = logging.getLogger("ludus.supervised")
+log = logging.getLogger(__name__)
 
 OnStep = Callable[[int, Mapping[str, float]], None]
 """Called after each step with its number and metrics, `time/step_s` included."""

@@ -23,7 +23,7 @@ from ludus.untrusted.pickles import load_pickle
 from ludus.worlds.code.grader import CodeTruth, TestCase
 
 Format = Literal["own", "humaneval", "mbpp", "apps", "livecodebench", "kodcode"]
-_LOG: Final = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _NUM_SHOWN: Final = 2
 _MAX_UNPACKED: Final = 100_000_000
 _MAX_WEIGHT: Final = 1e9
@@ -148,7 +148,7 @@ def _kodcode(record: Record, line: int) -> _TaskFields:
     prompt = f"{text_field(record, 'question')}\n\n{_declarations(record, names)}"
     name, family = record.get("question_id", f"line-{line}"), str(record.get("subset", "kodcode"))
     if skipped := len(every) - len(tests):
-        _LOG.warning("KodCode/%s: skipped %d tests that use fixtures, parameters or pytest.", name, skipped)
+        log.warning("KodCode/%s: skipped %d tests that use fixtures, parameters or pytest.", name, skipped)
     return f"KodCode/{name}", _with_test(prompt, ast.unparse(tests[0])), truth, split_by_hash(prompt), family
 
 

@@ -162,7 +162,7 @@ def _placed(data: bytes, place: str) -> bytes:
     return with_folder(with_folder(data, "/tests", f"{place}/tests"), "/logs/verifier", f"{place}/logs/verifier")
 
 
-_LOG: Final = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 _MAX_NAMED: Final = 20
 _LEVELS: Final = {"easy": 1, "medium": 2, "hard": 4}
 _IGNORED: Final = ("from", "workdir", "copy", "cmd", "entrypoint", "label", "expose", "maintainer", "user")
@@ -232,7 +232,7 @@ def load_bench(
             "env.settings.bench_dockerfile = 'skip' omits such tasks, 'ignore' runs them without it.",
         )
     for reason in refused:
-        _LOG.warning("Skipped a task that needs a container: %s.", reason)
+        log.warning("Skipped a task that needs a container: %s.", reason)
     return tuple(found)
 
 

@@ -309,7 +309,7 @@ def gold_messages(truth: ApiTruth) -> list[Message]:
 BadLines = Literal["refuse", "skip"]
 T = TypeVar("T")
 
-_LOG: Final = logging.getLogger(__name__)
+log = logging.getLogger(__name__)
 MAX_NAMED: Final = 20
 """Maximum number of faults in an error message."""
 MAX_CHOICES: Final = 1000
@@ -380,7 +380,7 @@ def _report(faults: Sequence[tuple[str, RecordError]], bad_lines: BadLines) -> N
             "env.settings.data_bad_lines = 'skip' skips invalid lines.",
         )
     for place, reason in faults:
-        _LOG.warning("%s, is skipped: %s.", place, reason)
+        log.warning("%s, is skipped: %s.", place, reason)
 
 
 def _task(line: Record, split: str) -> Task:
