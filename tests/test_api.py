@@ -10,8 +10,8 @@ import pytest
 
 import ludus
 from ludus.envs.agent_world import AgentWorld
-from ludus.errors import ConfigError, UserError, WorldError
-from ludus.types import Action, Message, StopReason
+from ludus.errors import ConfigError, UserError
+from ludus.types import Message, StopReason
 
 TABLES = {
     "training": {"steps": 2, "prompts_per_step": 2},
@@ -113,10 +113,6 @@ def test_importing_the_package_imports_neither_torch_nor_the_commands():
     assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
 
 
-def say(text):
-    return Action(Message(role="assistant", content=text))
-
-
 async def twice(task, policy):
     messages = [Message(role="user", content=task)]
     messages.append(await policy.chat(messages))
@@ -124,79 +120,7 @@ async def twice(task, policy):
     return (await policy.chat(messages))["content"]
 
 
-def twice_plain(task, policy):
-    messages = [Message(role="user", content=task)]
-    messages.append(policy.chat(messages))
-    messages.append(Message(role="user", content="again"))
-    return policy.chat(messages)["content"]
-
-
-def play(agent, *answers, reward=lambda task, answer: float(task == answer)):
-    """The messages of the environment and its reward, for these answers of the policy."""
-    world = AgentWorld.of(agent, [f"task {i}" for i in range(10)], reward)
-    task = world.tasks("train")[0]
-
-    async def episode():
-        environment = world.environment(task)
-        shown = [await environment.start(task)]
-        try:
-            for answer in answers:
-                result = await environment.step(say(answer))
-                shown.append(list(result.messages))
-        finally:
-            await environment.close()
-        return [[m["content"] for m in part] for part in shown], environment.rewards[0].function(task, None)
-
-    return asyncio.run(episode())
-
-
-async def fair(task, answer):
-    return float(task == answer)
-
-
-@pytest.mark.parametrize("agent", [twice, twice_plain])
-@pytest.mark.parametrize("reward", [lambda task, answer: float(task == answer), fair])
-def test_agent_function_is_played_as_an_episode(agent, reward):
-    assert play(agent, "one", "task 0", reward=reward) == ([["task 0"], ["again"], []], 1.0)
-    assert play(agent, "one", "two", reward=reward)[1] == 0.0
-
-
-@pytest.mark.parametrize("agent", [twice, twice_plain])
-def test_agent_function_cut_short_ends_with_zero_reward(agent):
-    assert play(agent, "one") == ([["task 0"], ["again"]], 0.0)
-
-
-def test_synchronous_agent_functions_run_concurrently():
-    world = AgentWorld.of(twice_plain, [f"task {i}" for i in range(10)], lambda task, answer: 1.0)
-    task = world.tasks("train")[0]
-
-    async def episodes():
-        environments = [world.environment(task) for _ in range(40)]
-        await asyncio.wait_for(asyncio.gather(*(one.start(task) for one in environments)), 20)
-        for one in environments:
-            await one.close()
-
-    asyncio.run(episodes())
-
-
-def edits(task, policy):
-    messages = [Message(role="user", content=task)]
-    policy.chat(messages)
-    return policy.chat([Message(role="user", content="another")])
-
-
-def raises(task, policy):
-    policy.chat([Message(role="user", content=task)])
-    raise ValueError("the agent is broken")
-
-
-def test_invalid_agent_functions_are_rejected():
-    with pytest.raises(WorldError, match="does not extend the previous messages"):
-        play(edits, "one")
-    with pytest.raises(WorldError, match="without a call"):
-        play(lambda task, policy: "done")
-    with pytest.raises(ValueError, match="the agent is broken"):
-        play(raises, "one")
+def test_agents_without_tasks_are_refused():
     with pytest.raises(UserError, match="at least five tasks"):
         AgentWorld.of(twice, ["a", "b"], float)
     with pytest.raises(UserError, match="tasks and a reward"):

@@ -53,6 +53,8 @@ class StopReason(StrEnum):
     """The episode reached its wall-clock limit; the run is flagged as non-reproducible."""
     FAILED = "failed"
     """The infrastructure failed (environment, engine), not the model; see `Trajectory.failure`."""
+    AGENT_FAILED = "agent_failed"
+    """The agent raised an exception after the policy's first reply, for example because it could not parse it."""
 
 
 class FunctionCall(TypedDict):
@@ -344,6 +346,10 @@ class Trajectory:
     `rows` if they differ. In a tree sampled as one, `leaves` has one entry per row; `messages`, `stop_reason`
     and `outcomes` belong to the first row, `rewards` and `reward` are means over the rows. `turn_progress` is the
     fraction of the solution that each turn newly completed, if the world has a turn verifier.
+
+    With `shared_reward` all rows belong to one attempt, as recorded from an agent that rewrites its context or has
+    sub-agents: the rollout is one member of its group whatever its number of rows. Otherwise each row of a tree is an
+    attempt.
     """
 
     task_id: str
@@ -361,6 +367,7 @@ class Trajectory:
     tags: Mapping[str, str] = field(default_factory=dict)
     anchors: tuple[str, ...] = ()
     turn_progress: tuple[float, ...] = ()
+    shared_reward: bool = False
     timings: Timings = field(default=Timings(), compare=False)
 
     def __repr__(self) -> str:
@@ -403,10 +410,10 @@ class Trajectory:
         """Return one chain per row, with the messages, outcomes and rewards of its leaf if recorded.
 
         `turn_rewards`, `anchors` and `turn_progress`, one per action, are split accordingly. A chain is its own
-        only path and stays unchanged.
+        only path and stays unchanged; with `shared_reward` the only path is a chain of all segments in row order.
         """
-        if len(self.rows) == 1:
-            return [Path(self, tuple(range(self.num_action_tokens)))]
+        if len(self.rows) == 1 or self.shared_reward:
+            return [Path(self._joined(), tuple(range(self.num_action_tokens)))]
         places: dict[int, range] = {}
         start = 0
         for i in dict.fromkeys(i for row in self.rows for i in row):
@@ -420,6 +427,12 @@ class Trajectory:
     def attempts(self) -> list[Trajectory]:
         """Return the paths of a tree if its leaves are recorded, otherwise the trajectory itself."""
         return [path.trajectory for path in self.paths()] if self.leaves else [self]
+
+    def _joined(self) -> Trajectory:
+        if len(self.rows) == 1:
+            return self
+        segments = [self.segments[i] for i in dict.fromkeys(i for row in self.rows for i in row)]
+        return replace(self, segments=tuple(replace(segment, parent=None) for segment in segments))
 
     def _chain_of(self, number: int, actions: Sequence[int]) -> Trajectory:
         chain = replace(

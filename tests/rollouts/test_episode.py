@@ -134,7 +134,9 @@ ENDINGS = {
 }
 
 
-@pytest.mark.parametrize("stop", [reason for reason in StopReason if reason is not StopReason.FAILED])
+@pytest.mark.parametrize(
+    "stop", [reason for reason in StopReason if reason not in (StopReason.FAILED, StopReason.AGENT_FAILED)]
+)
 def test_stop_reason_is_passed_to_rewards_and_counted_in_metrics(stop):
     seen = []
 

@@ -1,8 +1,9 @@
-"""`AgentWorld`: a plain function as the agent, which calls the policy through a handle.
+"""`AgentWorld`: a function of the user as the agent, which owns the loop and calls the policy.
 
-The function owns the loop: it calls `policy.chat(messages, tools)`, receives the assistant message, runs tools as it
-likes, and returns an answer. Each call must extend the messages of the previous one, so that the episode is one chain
-of exact tokens.
+The function runs tools as it likes and returns an answer. It calls the policy through a handle, `policy.chat(messages,
+tools)`, or under a base URL, for agents that are written with another library. Calls may rewrite earlier messages, run
+at the same time, and have their own system messages: what does not extend a recorded turn becomes another row of the
+rollout (`ludus.rollouts.agent_session`).
 """
 
 from __future__ import annotations
@@ -13,132 +14,74 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 
-from ludus.envs.base import Environment, World
+from ludus.envs.base import Environment, PolicySession, World
 from ludus.envs.tool_world import split_of
-from ludus.errors import UserError, WorldError
+from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
 from ludus.types import Action, Message, StepResult, Task
 from ludus.untrusted.worker import run_in_thread
 
 AgentFunction = Callable[..., object]
-"""`agent(task, policy)`, plain or `async`; returns the answer."""
+"""`agent(task, policy)` or `agent(task, base_url, api_key)`, plain or `async`; returns the answer."""
 RewardFunction = Callable[..., float]
 """`reward(task, answer)`, in [0, 1]; 1 is a success."""
-
-
-@dataclass(frozen=True)
-class PolicyCall:
-    """A request of an agent function: all messages so far, the tools, and the future of the response."""
-
-    messages: Sequence[Message]
-    tools: Sequence[Tool]
-    response: asyncio.Future[Message]
-
-
-@dataclass
-class AsyncPolicy:
-    """The policy in an `async` agent function."""
-
-    calls: asyncio.Queue[PolicyCall] = field(default_factory=asyncio.Queue)
-    closed: bool = False
-
-    async def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Message:
-        """Return the policy's next message. `messages` extends those of the previous call and its response.
-
-        Raises RuntimeError if the episode has ended, for example at a limit of turns or tokens.
-        """
-        if self.closed:
-            raise RuntimeError("the episode has ended")
-        response: asyncio.Future[Message] = asyncio.get_running_loop().create_future()
-        await self.calls.put(PolicyCall(list(messages), tools, response))
-        return await response
+URL_PARAMETERS = ("base_url", "api_key")
 
 
 @dataclass(frozen=True)
 class Policy:
     """The policy in a plain agent function, which runs in a thread."""
 
-    policy: AsyncPolicy
+    session: PolicySession
     loop: asyncio.AbstractEventLoop
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Message:
-        """Return the policy's next message. `messages` extends those of the previous call and its response."""
-        return asyncio.run_coroutine_threadsafe(self.policy.chat(messages, tools), self.loop).result()
+        """Return the policy's next message, as `PolicySession.chat`."""
+        return asyncio.run_coroutine_threadsafe(self.session.chat(messages, tools), self.loop).result()
 
 
 class AgentEnvironment(Environment):
-    """One run of an agent function; its calls of the policy are the turns."""
+    """One run of an agent function, with `drive` in place of `start` and `step`."""
 
     def __init__(self, agent: AgentFunction, reward: RewardFunction) -> None:
         self._agent, self._reward = agent, reward
-        self._policy = AsyncPolicy()
-        self._run: asyncio.Task[object] | None = None
-        self._pending: PolicyCall | None = None
-        self._history: list[Message] = []
         self._value = 0.0
         self.rewards = (Reward("reward", lambda task, trajectory: self._value, outcome=True),)
 
+    async def drive(self, task: Task, policy: PolicySession) -> None:
+        """Run the function to its end and compute its reward. Raises its error."""
+        given = agent_arguments(self._agent, policy)
+        if inspect.iscoroutinefunction(self._agent):
+            answer = await self._agent(task.truth, **given)
+        else:
+            if "policy" in given:
+                given["policy"] = Policy(policy, asyncio.get_running_loop())
+            answer = await asyncio.wrap_future(run_in_thread("agent", partial(self._agent, task.truth, **given)))
+        value = policy.reward if policy.reward is not None else self._reward(task.truth, answer)
+        self._value = float(await value if inspect.isawaitable(value) else value)
+
     async def start(self, task: Task) -> list[Message]:
-        """Run the function until its first call of the policy. Raises WorldError if it returns without one."""
-        self._task = task
-        self._run = asyncio.create_task(self._call(task.truth))
-        call = await self._next_call(self._run)
-        if call is None:
-            raise WorldError("The agent function returned without a call of policy.chat.")
-        self.tools = tuple(call.tools)
-        return self._new_messages(call)
+        return list(task.prompt)
 
     async def step(self, action: Action) -> StepResult:
-        """Resume the function with the policy's message; return the messages of its next call, or end the episode."""
-        assert self._run is not None
-        assert self._pending is not None
-        self._history.append(action.message)
-        self._pending.response.set_result(action.message)
-        call = await self._next_call(self._run)
-        if call is not None:
-            return StepResult(tuple(self._new_messages(call)))
-        value = self._reward(self._task.truth, self._run.result())
-        self._value = float(await value if inspect.isawaitable(value) else value)
         return StepResult(done=True)
 
-    async def close(self) -> None:
-        """Cancel the function if it is still running; a plain function ends with an error in its next call."""
-        self._policy.closed = True
-        if self._pending is not None:
-            self._pending.response.cancel()
-        if self._run is not None and not self._run.done():
-            self._run.cancel()
-            await asyncio.wait({self._run})
 
-    async def _call(self, task: object) -> object:
-        if inspect.iscoroutinefunction(self._agent):
-            return await self._agent(task, self._policy)
-        policy = Policy(self._policy, asyncio.get_running_loop())
-        return await asyncio.wrap_future(run_in_thread("agent", partial(self._agent, task, policy)))
+def agent_arguments(agent: AgentFunction, policy: PolicySession) -> dict[str, object]:
+    """Return the arguments of an agent function after the task: those of `URL_PARAMETERS` that it names, or `policy`.
 
-    async def _next_call(self, run: asyncio.Task[object]) -> PolicyCall | None:
-        """Wait for the next call, or the end of the function (None). Raises its error."""
-        waiting = asyncio.ensure_future(self._policy.calls.get())
-        await asyncio.wait({waiting, run}, return_when=asyncio.FIRST_COMPLETED)
-        if waiting.done():
-            self._pending = waiting.result()
-            return self._pending
-        waiting.cancel()
-        run.result()
-        return None
+    Raises UserError if the policy is not served, but the function needs an address.
+    """
+    names = tuple(inspect.signature(agent).parameters)[1:]
+    if not uses_url(agent):
+        return dict.fromkeys(names[:1], policy)
+    return {name: value for name, value in zip(URL_PARAMETERS, policy.address, strict=True) if name in names}
 
-    def _new_messages(self, call: PolicyCall) -> list[Message]:
-        """Return the messages after those of the previous turns. Raises WorldError if these were changed."""
-        start = len(self._history)
-        if list(call.messages[:start]) != self._history or len(call.messages) == start:
-            raise WorldError(
-                f"Call {start + 1} of policy.chat does not extend the previous messages.",
-                "Append the policy's message and new messages to the same list; do not edit or remove earlier ones.",
-            )
-        added = list(call.messages[start:])
-        self._history += added
-        return added
+
+def uses_url(agent: AgentFunction) -> bool:
+    """Return whether an agent function calls the policy under a base URL."""
+    return URL_PARAMETERS[0] in inspect.signature(agent).parameters
 
 
 @dataclass(frozen=True)
@@ -178,6 +121,10 @@ class AgentWorld(World):
 
     def tasks(self, split: str) -> Sequence[Task]:
         return split_of(self.task_lists, split, self.name)
+
+    @property
+    def needs_server(self) -> bool:
+        return uses_url(self.agent)
 
     def environment(self, task: Task) -> AgentEnvironment:
         return AgentEnvironment(self.agent, self.reward)

@@ -26,6 +26,23 @@ def defines(instance: object, base: type, method: str) -> bool:
     return any(method in vars(one) for one in classes[: classes.index(base)])
 
 
+class PolicySession(Protocol):
+    """The policy of one rollout. `address` is its base URL and API key, empty if it is not served."""
+
+    @property
+    def address(self) -> tuple[str, str]: ...
+
+    @property
+    def reward(self) -> float | None:
+        """The reward that a client reported for the rollout."""
+
+    async def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Message:
+        """Return the policy's next message, sampled as the continuation of the whole dialogue.
+
+        Raises RuntimeError if the rollout has ended, for example at a limit of turns or tokens.
+        """
+
+
 class Environment(ABC):
     """One episode of one task. An instance is used once: `start`, `step` until done, `close`.
 
@@ -45,6 +62,13 @@ class Environment(ABC):
     @abstractmethod
     async def step(self, action: Action) -> StepResult:
         """Return the response to one action of the model."""
+
+    async def drive(self, task: Task, policy: PolicySession) -> None:
+        """Run the whole episode, in place of `start` and `step`, for agents that own the loop; return at its end.
+
+        An exception before the first reply of the policy is an infrastructure failure, later a failure of the agent.
+        """
+        raise NotImplementedError
 
     async def close(self) -> None:
         """Release the resources of the episode."""
@@ -175,6 +199,11 @@ class World(ABC):
         return self.implements("with_sandbox")
 
     @property
+    def needs_server(self) -> bool:
+        """Whether its agents call the policy under a base URL."""
+        return False
+
+    @property
     def episodes_at_once(self) -> int | None:
         """Maximum number of sandbox sessions; None means unlimited.
 
@@ -211,6 +240,11 @@ class SandboxWorld(World):
 
 class SessionWorld(SandboxWorld):
     """A world whose episodes have sessions of one sandbox."""
+
+    @property
+    def needs_server(self) -> bool:
+        """Whether its agents call the policy under a base URL."""
+        return False
 
     @property
     def episodes_at_once(self) -> int | None:

@@ -380,7 +380,7 @@ class EngineChatSession:
         params = replace(
             self.params,
             max_new_tokens=min(self.params.max_new_tokens, room),
-            stop=self.renderer.stop,
+            stop=(*self.params.stop, *self.renderer.stop),
             stop_token_ids=self.renderer.stop_token_ids,
             seed=seed_for(self.seed, self._turn),
         )
@@ -400,10 +400,12 @@ class EngineChatSession:
         self._append(Segment("observation", tokens, self._turn - 1))
         return None
 
-    def fork(self, episode: str, seed: int) -> EngineChatSession:
-        """Return another dialogue that begins with the complete turns so far."""
+    def fork(self, episode: str, seed: int, num_segments: int | None = None) -> EngineChatSession:
+        """Return another dialogue that begins with the complete turns so far, or those of the first segments."""
         other = replace(self, episode=episode, seed=seed)
-        other._segments, other._tokens, other._turn = list(self._segments), list(self._tokens), self._turn
+        other._tools, other._segments = self._tools, self._segments[:num_segments]
+        other._tokens = [token for segment in other._segments for token in segment.tokens]
+        other._turn = sum(segment.kind == "action" for segment in other._segments)
         return other
 
     def close(self) -> None:

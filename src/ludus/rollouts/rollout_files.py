@@ -43,7 +43,12 @@ _NUM_TOKENS = 2**31  # upper bound on vocabulary sizes
 _ROUNDING = 0.01  # largest log-probability accepted as rounding (nats)
 _TIME_FIELDS = {"seconds", "timings"}  # wall-clock times, which are not stored
 _LATER_LISTS = ("anchors", "leaf_rewards", "leaves", "turn_progress")
-_DEFAULTS_OF_OLD_FILES: Mapping[str, object] = {**{name: [] for name in _LATER_LISTS}, "cost": 0.0, "retried": False}
+_DEFAULTS_OF_OLD_FILES: Mapping[str, object] = {
+    **{name: [] for name in _LATER_LISTS},
+    "cost": 0.0,
+    "retried": False,
+    "shared_reward": False,
+}
 """Fields missing in older files, with their defaults."""
 
 

@@ -20,6 +20,7 @@ from ludus.engines.base import ContinuesActions, Engine, Request, seed_for
 from ludus.envs.base import World
 from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
+from ludus.rollouts.agent_session import AgentRunner, AgentServer
 from ludus.rollouts.episode import (
     ChatSession,
     EngineChatSession,
@@ -167,7 +168,7 @@ class Scheduler:
 
     `limits_of` returns the settings of a task (None: `rollout_for`). `remote`, if set, runs the attempts; ledger and
     retries stay in this process. `scoring` computes the rewards, unless `scores` is off. If `branch` is set, episodes
-    that are not greedy are sampled as trees.
+    that are not greedy are sampled as trees. `agents` serves the policy to agents that call it under a base URL.
     """
 
     world: World
@@ -180,6 +181,7 @@ class Scheduler:
     scores: bool = True
     scoring: RewardExecutor = field(default_factory=ThreadRewardExecutor)
     branch: BranchConfig | None = None
+    agents: AgentServer | None = None
     _slots: asyncio.Semaphore | None = field(default=None, init=False)
 
     def capped(self, room: int | None) -> Scheduler:
@@ -281,13 +283,18 @@ class Scheduler:
 
     async def _run_path(self, request: RolloutRequest, recorded: tuple[Segment, ...], number: int) -> Trajectory:
         """Run a path of the episode's tree; path 0 is the trunk, or the whole episode without branches."""
-        session = self.make_chat(request)
-        if number:
-            assert isinstance(session, EngineChatSession)
-            session = replace(session, recorded=recorded, seed=seed_for(session.seed, "branch", number))
         environment = fresh_environment(self.world, request.task)
         limits = self.limits_of(request.task) if self.limits_of else rollout_for(self.world, self.rollout, request.task)
-        trajectory = await run_unscored(request.task, request.key.sample, environment, session, limits)
+        one = (request.task, request.key.sample, environment)
+        if environment.implements("drive"):
+            runner = AgentRunner(self.agents, serial=self.lockstep is not None)
+            trajectory = await runner.run(*one, partial(self.make_chat, request), limits)
+        else:
+            session = self.make_chat(request)
+            if number:
+                assert isinstance(session, EngineChatSession)
+                session = replace(session, recorded=recorded, seed=seed_for(session.seed, "branch", number))
+            trajectory = await run_unscored(*one, session, limits)
         if self.scores:
             begin = time.perf_counter()
             found = await self.scoring.scored(self.world, environment, request.task, trajectory)

@@ -57,19 +57,30 @@ class TrajectoryBranch:
     shared: int = 0
 
 
+def join_rows(rows: Sequence[tuple[Sequence[Segment], int, int]]) -> tuple[list[Segment], list[list[int]]]:
+    """Return rows as one forest, and the indices of each row's segments.
+
+    A row is its segments, the number of the earlier row from which it forks, and the number of segments that it shares
+    with that row, 0 if it has a separate prompt.
+    """
+    segments: list[Segment] = []
+    indices: list[list[int]] = []
+    for own, of, shared in rows:
+        row = indices[of][:shared] if indices else []
+        for segment in own[len(row) :]:
+            parent = row[-1] if row else -1 if segments else None
+            segments.append(replace(segment, parent=parent))
+            row.append(len(segments) - 1)
+        indices.append(row)
+    return segments, indices
+
+
 def graft_branches(grafts: Sequence[TrajectoryBranch]) -> Trajectory:
     """Merge chains into one trajectory: the first is the trunk, and each other one forks from an earlier one."""
-    segments: list[Segment] = []
-    rows: list[list[int]] = []
-    for graft in grafts:
-        row = rows[graft.of][: graft.shared] if rows else []
-        for segment in graft.chain.segments[len(row) :]:
-            segments.append(replace(segment, parent=row[-1] if row else None))
-            row.append(len(segments) - 1)
-        rows.append(row)
     chains = [graft.chain for graft in grafts]
     if len(chains) == 1:
         return chains[0]
+    segments, rows = join_rows([(graft.chain.segments, graft.of, graft.shared) for graft in grafts])
     anchors: dict[int, str] = {}
     for row, chain in zip(rows, chains, strict=True):
         actions = [i for i in row if segments[i].kind == "action"]

@@ -66,7 +66,10 @@ class Estimates(NamedTuple):
             return [row[list(path.places)] for row, paths in zip(rows, split, strict=True) for path in paths]
 
         *per_token, bootstrap = self
-        of_paths = None if bootstrap is None else [value[None] for paths in bootstrap for value in paths]
+        of_paths = None
+        if bootstrap is not None:
+            last = (row[-len(paths) :] for row, paths in zip(bootstrap, split, strict=True))
+            of_paths = [value[None] for row in last for value in row]
         return Estimates._make([*map(spread, per_token), of_paths])
 
 
@@ -366,7 +369,7 @@ def _advantages(
     Paths of a tree are compared as separate attempts; a token's value is the mean over its paths.
     """
     split = [sample.episode.trajectory.paths() for sample in samples]
-    if all(len(paths) == 1 for paths in split):
+    if all(len(sample.episode.trajectory.rows) <= 1 for sample in samples):
         return _chain_advantages(samples, algorithm, max_length, estimates, split)
     attempts = [_path_sample(sample, path) for sample, paths in zip(samples, split, strict=True) for path in paths]
     values = iter(_chain_advantages(attempts, algorithm, max_length, estimates.along(split), split))
@@ -427,7 +430,8 @@ def _punishment(one: Trajectory, algorithm: Algorithm, max_length: int) -> float
         return 0.0
     if one.stop_reason in CUT_OFF:
         return -1.0
-    length = len(one.token_ids) if algorithm.overlong_measure == "sequence" else one.num_action_tokens
+    num_tokens = sum(len(segment.tokens) for segment in one.segments)
+    length = num_tokens if algorithm.overlong_measure == "sequence" else one.num_action_tokens
     cache = max(1, round(algorithm.overlong_buffer * max_length))
     return float(soft_overlong(lengths=torch.tensor(length), max_length=max_length, cache=cache))
 

@@ -1,0 +1,434 @@
+"""Rollouts of agents that own their loop: each request is sampled as the exact continuation of recorded turns.
+
+Requests are matched by their messages, and rows grow by their tokens: sampled text is never tokenized again. A request
+that extends the history of a recorded turn continues its row, or forks from it if the row has gone on; any other one
+(rewritten messages, other tools, a sub-agent with its own system message) starts a row. All rows belong to one rollout.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import json
+import logging
+import time
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import asynccontextmanager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Protocol
+
+from ludus.config.sections.rollout import RolloutConfig
+from ludus.engines.base import seed_for
+from ludus.envs.tool_env import describe_error
+from ludus.errors import LudusError, WorldError
+from ludus.plugins import plugin_line
+from ludus.rollouts.episode import EPISODE_TIMEOUT, ChatSession, EngineChatSession
+from ludus.rollouts.trees import join_rows
+from ludus.sandbox.local.namespaces import PausableTimeout
+from ludus.types import JSON, Action, Message, Segment, StopReason, Task, Timings, Trajectory
+
+if TYPE_CHECKING:
+    from collections.abc import AsyncIterator
+
+    from ludus.envs.base import Environment
+    from ludus.tools.base import Tool
+
+log = logging.getLogger(__name__)
+
+
+class RolloutEnded(RuntimeError):
+    """Raised for a request after the end of the rollout, for example at a limit of turns or tokens."""
+
+    def __init__(self, reason: StopReason) -> None:
+        super().__init__(f"the rollout has ended: {reason}")
+        self.reason = reason
+
+
+class InvalidRequest(ValueError):
+    """Raised if a request cannot be sampled as it is."""
+
+
+@dataclass(eq=False)
+class _Row:
+    """A chain of turns. It shares its first `shared` segments with row `of`; `end` counts the committed segments."""
+
+    chat: ChatSession
+    of: int = 0
+    shared: int = 0
+    end: int = 0
+    is_open: bool = True
+    """Whether the next request may extend it: no request is being sampled, and the last one was committed."""
+
+
+@dataclass(frozen=True, slots=True)
+class _Turn:
+    """A committed reply: its row, and the number of the row's segments up to it."""
+
+    row: int
+    end: int
+    reply: Message
+
+
+@dataclass(eq=False)
+class PendingTurn:
+    """A sampled reply that is not yet part of the rollout. `commit` adds it; without, it leaves nothing."""
+
+    action: Action
+    num_prompt_tokens: int
+    num_tokens: int
+    commit: Callable[[], None]
+
+
+@dataclass(eq=False)
+class AgentSession:
+    """The policy of one rollout. `make_chat` returns a dialogue with the engine, all of one seed and name.
+
+    With `serial`, requests are sampled one at a time, for engines that batch the requests of all episodes. `address`
+    is the base URL and the API key under which a server accepts requests for the session; empty without one.
+    """
+
+    make_chat: Callable[[], ChatSession]
+    limits: RolloutConfig
+    serial: bool = False
+    address: tuple[str, str] = ("", "")
+    stop: StopReason | None = field(init=False, default=None)
+    error: LudusError | None = field(init=False, default=None)
+    messages: list[Message] = field(init=False, default_factory=list)
+    """The messages of the last committed request, and its reply."""
+    reward: float | None = field(init=False, default=None)
+    """The reward that a client reported."""
+    ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    timeout: PausableTimeout | None = field(init=False, default=None)
+    seconds: list[float] = field(init=False, default_factory=list)
+    """Seconds of each committed reply."""
+    _rows: list[_Row] = field(init=False, default_factory=list)
+    _turns: dict[bytes, list[_Turn]] = field(init=False, default_factory=dict)
+    _num_requests: int = field(init=False, default=0)
+    _lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
+
+    async def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Message:
+        """Return the policy's next message. Raises RolloutEnded after the end of the rollout."""
+        pending = await self.sample(messages, tools)
+        pending.commit()
+        return pending.action.message
+
+    async def sample(
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        *,
+        max_tokens: int | None = None,
+        stop: tuple[str, ...] = (),
+    ) -> PendingTurn:
+        """Sample the reply to a whole dialogue, of at most `max_tokens` tokens or up to a `stop` string.
+
+        Temperature and filters are the trainer's. Raises RolloutEnded at a limit of the rollout, InvalidRequest for a
+        dialogue that ends with an assistant message, and EngineError.
+        """
+        if self.stop is not None:
+            raise RolloutEnded(self.stop)
+        if not messages or messages[-1]["role"] == "assistant":
+            raise InvalidRequest("The last message must not be the assistant's.")
+        if self._num_requests >= self.limits.max_turns:
+            raise self.end(StopReason.MAX_TURNS)
+        self._num_requests += 1
+        async with self._lock if self.serial else nullcontext():
+            row, found = self._row_for(messages, tools)
+            self._rows[row].is_open = False
+            number = len(self._rows[row].chat.segments)
+            if found is not None:
+                raise self.end(found)
+            with self._limited(self._rows[row].chat, max_tokens, stop):
+                begin = time.perf_counter()
+                action = await self._act(self._rows[row].chat)
+                seconds = time.perf_counter() - begin
+        chat, salt = self._rows[row].chat, self._num_requests
+        num_prompt = sum(len(segment.tokens) for segment in chat.segments[:number])
+        if isinstance(action, StopReason):
+            if len(chat.segments) > number:
+                self._rows[row].end = len(chat.segments)
+            raise self.end(action)
+
+        action = _with_ids(action, f"{self._salt}{salt}")
+
+        def commit() -> None:
+            self._commit(row, messages, tools, action)
+            self.seconds.append(seconds)
+
+        num_tokens = sum(len(segment.tokens) for segment in chat.segments[number:])
+        return PendingTurn(action, num_prompt, num_tokens, commit)
+
+    def end(self, reason: StopReason) -> RolloutEnded:
+        """End the rollout, unless it has ended, and return the error for its client."""
+        self.stop = self.stop or reason
+        self.ended.set()
+        return RolloutEnded(self.stop)
+
+    def close(self) -> None:
+        """Release all rows in the engine; later requests raise RolloutEnded."""
+        self.end(StopReason.ANSWERED)
+        for row in self._rows:
+            row.chat.close()
+
+    @property
+    def num_turns(self) -> int:
+        """Number of committed replies."""
+        return len(self.seconds)
+
+    def segments(self) -> tuple[Segment, ...]:
+        """Return the committed rows as a forest. Turns are numbered in the order of the segments."""
+        kept = [number for number, row in enumerate(self._rows) if row.end > row.shared]
+        places = {number: place for place, number in enumerate(kept)}
+        rows = [self._rows[number] for number in kept]
+        chains = [(row.chat.segments[: row.end], places.get(row.of, 0), row.shared) for row in rows]
+        return tuple(_numbered(join_rows(chains)[0]))
+
+    @cached_property
+    def _salt(self) -> str:
+        """Text that makes the ids of tool calls unique over all rollouts."""
+        first = self._rows[0].chat
+        name = first.episode if isinstance(first, EngineChatSession) else str(id(self))
+        return hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
+
+    async def _act(self, chat: ChatSession) -> Action | StopReason:
+        token = EPISODE_TIMEOUT.set(self.timeout)
+        try:
+            return await chat.act()
+        except LudusError as error:
+            self.error = error
+            self.end(StopReason.FAILED)
+            raise
+        finally:
+            EPISODE_TIMEOUT.reset(token)
+
+    @contextmanager
+    def _limited(self, chat: ChatSession, max_tokens: int | None, stop: tuple[str, ...]) -> Iterator[None]:
+        """Apply the limits of one request to the next action of a dialogue."""
+        if not isinstance(chat, EngineChatSession) or (max_tokens is None and not stop):
+            yield
+            return
+        before = chat.params
+        most = before.max_new_tokens if max_tokens is None else min(max_tokens, before.max_new_tokens)
+        chat.params = replace(before, max_new_tokens=most, stop=stop)
+        try:
+            yield
+        finally:
+            chat.params = before
+
+    def _row_for(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, StopReason | None]:
+        """Return the number of the row whose next action replies to the messages; also the limit that they exceed."""
+        for length, digest in reversed(list(_history_digests(messages, tools))):
+            tail = messages[length:]
+            if digest not in self._turns or any(message["role"] == "assistant" for message in tail):
+                continue
+            turn = _best(self._turns[digest], messages[length - 1])
+            number = self._continuation(turn)
+            if number is not None:
+                return number, self._rows[number].chat.observe(tail)
+        chat = self._new_chat()
+        self._rows.append(_Row(chat))
+        return len(self._rows) - 1, chat.open(messages, tools)
+
+    def _continuation(self, turn: _Turn) -> int | None:
+        """Return the row of a turn if the turn is its last, else a fork; None if its dialogue cannot fork."""
+        row = self._rows[turn.row]
+        if row.is_open and row.end == turn.end:
+            return turn.row
+        if not isinstance(row.chat, EngineChatSession):
+            return None
+        name, seed = self._identity(row.chat)
+        self._rows.append(_Row(row.chat.fork(name, seed, turn.end), turn.row, turn.end, turn.end))
+        return len(self._rows) - 1
+
+    def _new_chat(self) -> ChatSession:
+        chat = self.make_chat()
+        if not self._rows or not isinstance(chat, EngineChatSession):
+            return chat
+        name, seed = self._identity(chat)
+        return replace(chat, episode=name, seed=seed)
+
+    def _identity(self, chat: EngineChatSession) -> tuple[str, int]:
+        """Return name and seed of a new row."""
+        number = len(self._rows)
+        first = self._rows[0].chat
+        assert isinstance(first, EngineChatSession)
+        return first.episode if self.serial else f"{first.episode}~{number}", seed_for(first.seed, "row", number)
+
+    def _commit(self, row: int, messages: Sequence[Message], tools: Sequence[Tool], action: Action) -> None:
+        one = self._rows[row]
+        one.end, one.is_open = len(one.chat.segments), True
+        self.messages = [*messages, action.message]
+        *_, (_, digest) = _history_digests(self.messages, tools)
+        self._turns.setdefault(digest, []).append(_Turn(row, one.end, action.message))
+        if action.finish_reason == "length":
+            self.end(StopReason.TRUNCATED)
+
+
+def _with_ids(action: Action, prefix: str) -> Action:
+    """Return the action with the ids `call_PREFIX_0`, ... of its calls."""
+    message = action.message
+    old = [*(call.id for call in action.calls), *(error.id for error in action.errors)]
+    ids = {name: f"call_{prefix}_{name.rpartition('_')[2]}" for name in old}
+    if calls := message.get("tool_calls"):
+        message = message.copy()
+        message["tool_calls"] = [{**call, "id": ids.get(call["id"], call["id"])} for call in calls]
+    valid = tuple(replace(call, id=ids[call.id]) for call in action.calls)
+    return replace(action, message=message, calls=valid, errors=tuple(replace(e, id=ids[e.id]) for e in action.errors))
+
+
+def _numbered(segments: Sequence[Segment]) -> Iterator[Segment]:
+    turns: list[int] = []
+    num = 0
+    for place, segment in enumerate(segments):
+        parent = place - 1 if segment.parent is None else segment.parent
+        turns.append(num if segment.kind == "action" else turns[parent] if parent >= 0 else 0)
+        num += segment.kind == "action"
+        yield replace(segment, turn=turns[-1])
+
+
+def _history_digests(messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[tuple[int, bytes]]:
+    """Yield length and digest of each part of a dialogue up to an assistant message, shortest first."""
+    schemas = [tool.schema for tool in tools]
+    digest = hashlib.blake2b(json.dumps(schemas, sort_keys=True).encode(), digest_size=16)
+    for length, message in enumerate(messages, start=1):
+        digest.update(_canonical(message))
+        if message["role"] == "assistant":
+            yield length, digest.digest()
+
+
+def _canonical(message: Message) -> bytes:
+    """Return the parts of a message that agents send back unchanged: role, stripped text, and calls as JSON values."""
+    calls = [
+        (one["function"]["name"], _json_value(one["function"]["arguments"])) for one in message.get("tool_calls", [])
+    ]
+    parts = (message["role"], message.get("content", "").strip(), calls)
+    return json.dumps(parts, sort_keys=True).encode() + b"\n"
+
+
+def _json_value(text: str) -> object:
+    try:
+        return _whole_numbers(json.loads(text))
+    except (ValueError, RecursionError):
+        return text.strip()
+
+
+def _whole_numbers(value: JSON) -> JSON:
+    """Return the value with floats that are integers as integers, since clients write 1.0 as 1."""
+    if isinstance(value, float) and value.is_integer():
+        return int(value)
+    if isinstance(value, list):
+        return [_whole_numbers(item) for item in value]
+    return {name: _whole_numbers(item) for name, item in value.items()} if isinstance(value, dict) else value
+
+
+def _best(turns: Sequence[_Turn], given: Message) -> _Turn:
+    """Return the turn whose reply agrees best with a message of the history: ids of calls, then thinking, then age."""
+
+    def agreement(turn: _Turn) -> tuple[bool, bool]:
+        ids = [[call["id"] for call in one.get("tool_calls", [])] for one in (turn.reply, given)]
+        return ids[0] == ids[1], turn.reply.get("reasoning_content") == given.get("reasoning_content")
+
+    return max(reversed(turns), key=agreement)
+
+
+class AgentServer(Protocol):
+    """A server of sessions for agents that know only a base URL."""
+
+    async def add(self, session: AgentSession) -> tuple[str, str]:
+        """Accept requests for a session; return its base URL and API key."""
+
+    def remove(self, session: AgentSession) -> None:
+        """Refuse requests for a session."""
+
+
+@dataclass(frozen=True)
+class AgentRunner:
+    """Run episodes of agents. `server` is needed if they use a base URL; `serial` as in `AgentSession`."""
+
+    server: AgentServer | None = None
+    serial: bool = False
+
+    async def run(
+        self,
+        task: Task,
+        sample: int,
+        environment: Environment,
+        make_chat: Callable[[], ChatSession],
+        limits: RolloutConfig,
+    ) -> Trajectory:
+        """Run one episode to its end without scoring. Raises WorldError and EngineError."""
+        started, begin = time.time(), time.perf_counter()
+        async with self._session(make_chat, limits) as session:
+            stop = await _drive(task, environment, session)
+            if session.error is not None:
+                raise session.error
+            total_s, model_s = time.perf_counter() - begin, sum(session.seconds)
+            waited_s = session.timeout.paused_s if session.timeout is not None else 0.0
+            segments = session.segments()
+        shared = sum(segment.parent == -1 for segment in segments) > 0
+        trajectory = Trajectory(
+            task_id=task.id,
+            sample=sample,
+            segments=segments,
+            messages=tuple(session.messages or task.prompt),
+            stop_reason=stop,
+            tags=dict(task.tags),
+            timings=Timings(total_s - waited_s, model_s - waited_s, total_s - model_s, begin=started),
+        )
+        return replace(trajectory, shared_reward=shared or len(trajectory.rows) > 1)
+
+    @asynccontextmanager
+    async def _session(
+        self, make_chat: Callable[[], ChatSession], limits: RolloutConfig
+    ) -> AsyncIterator[AgentSession]:
+        session = AgentSession(make_chat, limits, self.serial)
+        if self.server is not None:
+            session.address = await self.server.add(session)
+        try:
+            yield session
+        finally:
+            session.close()
+            if self.server is not None:
+                self.server.remove(session)
+
+
+async def _drive(task: Task, environment: Environment, session: AgentSession) -> StopReason:
+    """Run the agent until it returns, fails, or the rollout ends at a limit."""
+    try:
+        async with asyncio.timeout(session.limits.episode_timeout_s) as deadline:
+            session.timeout = PausableTimeout(deadline)
+            agent = asyncio.create_task(environment.drive(task, session))
+            ended = asyncio.create_task(session.ended.wait())
+            try:
+                await asyncio.wait({agent, ended}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for one in (agent, ended):
+                    one.cancel()
+                await asyncio.wait({agent, ended})
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        return StopReason.TIMEOUT
+    finally:
+        await environment.close()
+    if session.stop is not None:
+        return session.stop
+    return _result_of(agent, task, session)
+
+
+def _result_of(agent: asyncio.Task[None], task: Task, session: AgentSession) -> StopReason:
+    """Return the stop reason of an agent that has ended. Raises WorldError if it failed before the first reply."""
+    error = agent.exception()
+    if error is None and session.num_turns:
+        return StopReason.ANSWERED
+    if error is None:
+        raise WorldError(f"The agent ended task {task.id} without a request to the policy.")
+    if isinstance(error, LudusError):
+        raise error
+    where = plugin_line(error) if isinstance(error, Exception) else ""
+    text = f"The agent raised {describe_error(error)}{f' ({where})' if where else ''}"
+    if not session.num_turns:
+        raise WorldError(text) from error
+    log.warning("Task %s: %s", task.id, text)
+    return StopReason.AGENT_FAILED

@@ -1,0 +1,313 @@
+"""Sessions of agents: requests continue, fork or start rows; the tokens are those that the engine got and returned."""
+
+import asyncio
+import json
+from dataclasses import replace
+from itertools import pairwise
+
+import pytest
+
+from ludus.algorithms.spec.resolve import PRESETS
+from ludus.config.sections.rollout import RolloutConfig
+from ludus.envs.agent_world import AgentWorld
+from ludus.errors import EngineError, WorldError
+from ludus.rollouts.agent_session import AgentRunner, AgentSession, InvalidRequest, RolloutEnded
+from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
+from ludus.rollouts.rollout_files import RolloutRecord, parse_rollout, rollout_line
+from ludus.rollouts.scheduler import Episode
+from ludus.training.batches.rows import row_of_trajectory
+from ludus.training.credit.advantages import assign_credit
+from ludus.types import Message, StopReason, Trajectory
+from scripted_engine import Faults
+from small_worlds import call, echo, make_chat, renderer, scripted, tokenizer
+
+LIMITS = RolloutConfig()
+SEARCH = call("echo", text="x", number=1.0)
+
+
+def user(text):
+    return Message(role="user", content=text)
+
+
+def result(text, ids=""):
+    return Message(role="tool", content=text, tool_call_id=ids, name="echo")
+
+
+def session_of(*lines, limits=LIMITS, **options):
+    engine = scripted(lambda request, turn: lines[len(engine.requests) - 1], **options)
+    return engine, AgentSession(lambda: make_chat(engine), limits)
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+def row_tokens(session):
+    """The tokens of each row."""
+    segments = session.segments()
+    trajectory = trajectory_of(segments)
+    return [tuple(token for i in row for token in segments[i].tokens) for row in trajectory.rows]
+
+
+def trajectory_of(segments, sample=0, reward=0.0):
+    return Trajectory("t", sample, segments, (), StopReason.ANSWERED, reward=reward, shared_reward=True)
+
+
+def test_request_that_extends_the_history_continues_its_row_by_tokens():
+    engine, session = session_of(f"Let me see. {SEARCH}", "Paris", "yes")
+
+    async def dialogue():
+        messages = [user("Where?")]
+        reply = await session.chat(messages, [echo])
+        # what clients do with a reply: other ids, compact JSON, whole numbers, blanks, no thinking
+        arguments = json.dumps({"number": 1, "text": "x"}, separators=(",", ":"))
+        sent = {"id": "other", "type": "function", "function": {"name": "echo", "arguments": arguments}}
+        messages += [Message(role="assistant", content=reply["content"] + "\n", tool_calls=[sent]), result("x")]
+        messages += [await session.chat(messages, [echo]), user("Sure?")]
+        await session.chat(messages, [echo])
+
+    run(dialogue())
+    assert [len(a.token_ids) < len(b.token_ids) for a, b in pairwise(engine.requests)] == [True, True]
+    (row,) = row_tokens(session)
+    for request in engine.requests:
+        assert row[: len(request.token_ids)] == request.token_ids
+    assert [s.kind for s in session.segments()] == [
+        "prompt",
+        "action",
+        "observation",
+        "action",
+        "observation",
+        "action",
+    ]
+    assert [s.turn for s in session.segments()] == [0, 0, 0, 1, 1, 2]
+
+
+def test_other_tools_rewritten_history_and_other_system_messages_start_rows():
+    engine, session = session_of(*["a", "b", "c", "d", "e"])
+
+    async def dialogue():
+        first = [user("one"), await session.chat([user("one")]), user("two")]
+        await session.chat(first, [echo])  # other tools
+        await session.chat([user("one"), Message(role="assistant", content="not a"), user("two")])  # rewritten
+        await session.chat([Message(role="system", content="help"), user("part")])  # a sub-agent
+        await session.chat(first)  # the first row is found again
+
+    run(dialogue())
+    trajectory = trajectory_of(session.segments())
+    assert len(trajectory.rows) == 4
+    assert [s.kind for s in (session.segments()[i] for i in trajectory.rows[0])] == [
+        "prompt",
+        "action",
+        "observation",
+        "action",
+    ]
+    assert engine.requests[0].token_ids == renderer().prompt([user("one")], [])
+    assert len({request.episode for request in engine.requests}) == 4
+
+
+def test_siblings_and_older_turns_fork_and_share_their_tokens():
+    engine, session = session_of("a", "b", "c", "d")
+
+    async def dialogue():
+        start = [user("one"), await session.chat([user("one")])]
+        left, right = await asyncio.gather(session.chat([*start, user("l")]), session.chat([*start, user("r")]))
+        await session.chat([*start, user("r"), right, user("more")])
+        return left, right
+
+    run(dialogue())
+    rows = row_tokens(session)
+    assert len(rows) == 2
+    segments = session.segments()
+    assert sum(s.kind == "action" for s in segments) == 4
+    shared = len(segments[0].tokens) + len(segments[1].tokens)
+    assert rows[0][:shared] == rows[1][:shared]
+    for request in engine.requests:
+        assert any(row[: len(request.token_ids)] == request.token_ids for row in rows)
+
+
+def test_uncommitted_and_failed_requests_leave_nothing():
+    engine, session = session_of("a", "b", "c", faults=Faults(hang_at=[2]))
+
+    async def dialogue():
+        start = [user("one"), await session.chat([user("one")]), user("two")]
+        await session.sample(start)  # never committed: the client is gone
+        hanging = asyncio.create_task(session.chat(start))
+        await asyncio.sleep(0.01)
+        hanging.cancel()
+        await asyncio.gather(hanging, return_exceptions=True)
+        return await session.chat(start)
+
+    with pytest.raises(IndexError):
+        run(dialogue())  # the script has three lines; the fourth request is made with the tokens of the first turn
+    assert [s.kind for s in session.segments()] == ["prompt", "action"]
+    assert engine.requests[3].token_ids == engine.requests[1].token_ids
+
+
+def test_replies_with_the_same_text_are_told_apart_by_their_thinking():
+    engine, session = session_of("<think>\n1\n</think>\nx", "<think>\n2\n</think>\nx", "y")
+
+    async def dialogue():
+        replies = [await session.chat([user("one")]) for _ in range(2)]
+        assert [one["reasoning_content"] for one in replies] == ["1", "2"]
+        await session.chat([user("one"), replies[0], user("go")])
+
+    run(dialogue())
+    assert "1" in tokenizer().decode(engine.requests[2].token_ids)
+    assert "2" not in tokenizer().decode(engine.requests[2].token_ids)
+
+
+def test_ids_of_calls_are_unique_over_rollouts():
+    found = []
+    for name in ("e", "f"):
+        engine = scripted([SEARCH, SEARCH])
+        session = AgentSession(lambda engine=engine, name=name: make_chat(engine, name), RolloutConfig())
+
+        async def dialogue(session=session):
+            messages = [user("one")]
+            reply = await session.chat(messages, [echo])
+            second = await session.chat([*messages, reply, result("x")], [echo])
+            return [reply["tool_calls"][0]["id"], second["tool_calls"][0]["id"]]
+
+        found += run(dialogue())
+    assert len(set(found)) == 4
+
+
+def test_limits_end_the_rollout_and_later_requests_are_refused():
+    _, session = session_of("a", "b", limits=RolloutConfig(max_turns=1))
+
+    async def dialogue():
+        await session.chat([user("one")])
+        with pytest.raises(RolloutEnded, match="max_turns"):
+            await session.chat([user("two")])
+        with pytest.raises(RolloutEnded):
+            await session.chat([user("three")])
+
+    run(dialogue())
+    assert session.stop is StopReason.MAX_TURNS
+    _, session = session_of("a")
+    with pytest.raises(RolloutEnded, match="prompt_too_long"):
+        run(session.chat([user("word " * 3000)]))
+    with pytest.raises(InvalidRequest, match="assistant"):
+        run(session_of("a")[1].chat([user("one"), Message(role="assistant", content="so")]))
+
+
+def test_request_can_lower_the_token_limit_and_add_stop_strings():
+    engine, session = session_of("a", "b", "c")
+
+    async def dialogue():
+        await session.sample([user("one")], max_tokens=7, stop=("END",))
+        await session.sample([user("two")], max_tokens=10**6)
+        await session.sample([user("three")])
+
+    run(dialogue())
+    assert [request.params.max_new_tokens for request in engine.requests] == [7, 400, 400]
+    assert ["END" in request.params.stop for request in engine.requests] == [True, False, False]
+
+
+# Episodes of agent functions
+
+
+def play(agent, *lines, reward=lambda task, answer: float(task == answer), limits=LIMITS, **options):
+    """Return the trajectory of an agent function, for these replies of the policy, and its reward."""
+    engine = scripted(lambda request, turn: lines[len(engine.requests) - 1], **options)
+    world = AgentWorld.of(agent, [f"task {i}" for i in range(10)], reward)
+    task = world.tasks("train")[0]
+    environment = world.environment(task)
+    found = run(AgentRunner().run(task, 0, environment, lambda: make_chat(engine), limits))
+    return found, environment.rewards[0].function(task, found)
+
+
+async def twice(task, policy):
+    messages = [user(task)]
+    messages.append(await policy.chat(messages))
+    messages.append(user("again"))
+    return (await policy.chat(messages))["content"]
+
+
+def twice_plain(task, policy):
+    messages = [user(task)]
+    messages.append(policy.chat(messages))
+    messages.append(user("again"))
+    return policy.chat(messages)["content"]
+
+
+async def fair(task, answer):
+    return float(task == answer)
+
+
+@pytest.mark.parametrize("agent", [twice, twice_plain])
+@pytest.mark.parametrize("reward", [lambda task, answer: float(task == answer), fair])
+def test_agent_function_is_one_rollout_with_its_reward(agent, reward):
+    found, value = play(agent, "one", "task 0", reward=reward)
+    assert (found.stop_reason, value, found.shared_reward) == (StopReason.ANSWERED, 1.0, False)
+    assert [m["content"] for m in found.messages] == ["task 0", "one", "again", "task 0"]
+    assert play(agent, "one", "two", reward=reward)[1] == 0.0
+
+
+@pytest.mark.parametrize("agent", [twice, twice_plain])
+def test_agent_function_cut_short_has_zero_reward(agent):
+    found, value = play(agent, "one", "two", limits=RolloutConfig(max_turns=1))
+    assert (found.stop_reason, value, found.num_turns) == (StopReason.MAX_TURNS, 0.0, 1)
+
+
+def test_agent_with_sub_agents_is_one_member_of_its_group():
+    async def delegates(task, policy):
+        parts = await asyncio.gather(*(policy.chat([user(f"{task} {i}")]) for i in range(3)))
+        return (await policy.chat([user(" ".join(part["content"] for part in parts))]))["content"]
+
+    found, _ = play(delegates, "a", "b", "c", "task 0")
+    assert found.shared_reward
+    assert len(found.rows) == 4
+    record = RolloutRecord(1, "t", RolloutOutcome.TRAINED, "trained", found)
+    assert parse_rollout(json.loads(rollout_line(record))).trajectory == found
+    alone = replace(play(lambda task, policy: policy.chat([user("x")])["content"], "b")[0], sample=1, reward=0.0)
+    group = [
+        Episode(
+            RolloutKey(1, one.task_id, one.sample), AgentWorld.of(delegates, ["x"] * 5, float).tasks("train")[0], one
+        )
+        for one in (replace(found, reward=1.0), alone)
+    ]
+    many, one = assign_credit([group], PRESETS["grpo"])
+    # the baseline is the mean over two rollouts, not over five rows
+    assert set(many.advantages) == {-next(iter(set(one.advantages)))}
+    assert len(many.advantages) == found.num_action_tokens
+    row = row_of_trajectory(found, many.advantages)
+    assert sum(row.trains) == found.num_action_tokens
+
+
+def test_errors_of_agents_are_infrastructure_failures_only_before_the_first_reply(caplog):
+    def broken(task, policy):
+        raise ValueError("the agent is broken")
+
+    def fails(task, policy):
+        policy.chat([user(task)])
+        raise ValueError("no such tool")
+
+    with pytest.raises(WorldError, match="the agent is broken"):
+        play(broken, "one")
+    with pytest.raises(WorldError, match="without a request"):
+        play(lambda task, policy: "done", "one")
+    found, value = play(fails, "one")
+    assert (found.stop_reason, value, found.num_turns) == (StopReason.AGENT_FAILED, 0.0, 1)
+    assert "no such tool" in caplog.text
+
+
+def test_engine_failure_is_raised_even_if_the_agent_catches_it():
+    def catches(task, policy):
+        try:
+            policy.chat([user(task)])
+        except EngineError:
+            return "task 0"
+        return ""
+
+    with pytest.raises(EngineError, match="Scripted failure"):
+        play(catches, "one", faults=Faults(fail_at=[0]))
+
+
+def test_hanging_agent_ends_at_the_time_limit():
+    async def hangs(task, policy):
+        await policy.chat([user(task)])
+        await asyncio.Event().wait()
+
+    found, _ = play(hangs, "one", limits=RolloutConfig(episode_timeout_s=0.2))
+    assert (found.stop_reason, found.num_turns) == (StopReason.TIMEOUT, 1)
