@@ -11,7 +11,7 @@ from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.envs.agent_world import AgentWorld
 from ludus.errors import EngineError, WorldError
-from ludus.rollouts.agent_session import AgentRunner, AgentSession, InvalidRequest, RolloutEnded
+from ludus.rollouts.agent_session import AgentRunner, AgentSession, InvalidRequest, ReplyLimits, RolloutEnded
 from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
 from ludus.rollouts.rollout_files import RolloutRecord, parse_rollout, rollout_line
 from ludus.rollouts.scheduler import Episode
@@ -195,8 +195,8 @@ def test_request_can_lower_the_token_limit_and_add_stop_strings():
     engine, session = session_of("a", "b", "c")
 
     async def dialogue():
-        await session.sample([user("one")], max_tokens=7, stop=("END",))
-        await session.sample([user("two")], max_tokens=10**6)
+        await session.sample([user("one")], limits=ReplyLimits(7, ("END",)))
+        await session.sample([user("two")], limits=ReplyLimits(10**6))
         await session.sample([user("three")])
 
     run(dialogue())

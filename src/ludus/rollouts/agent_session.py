@@ -26,7 +26,7 @@ from ludus.plugins import plugin_line
 from ludus.rollouts.episode import EPISODE_TIMEOUT, ChatSession, EngineChatSession
 from ludus.rollouts.trees import join_rows
 from ludus.sandbox.local.namespaces import PausableTimeout
-from ludus.types import JSON, Action, Message, Segment, StopReason, Task, Timings, Trajectory
+from ludus.types import JSON, Action, Guide, Message, Segment, StopReason, Task, Timings, Trajectory
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
@@ -68,6 +68,15 @@ class _Turn:
     row: int
     end: int
     reply: Message
+
+
+@dataclass(frozen=True, slots=True)
+class ReplyLimits:
+    """What a request may set: the maximum number of tokens, strings that end the reply, and a guide."""
+
+    max_tokens: int | None = None
+    stop: tuple[str, ...] = ()
+    guide: Guide | None = None
 
 
 @dataclass(eq=False)
@@ -114,14 +123,9 @@ class AgentSession:
         return pending.action.message
 
     async def sample(
-        self,
-        messages: Sequence[Message],
-        tools: Sequence[Tool] = (),
-        *,
-        max_tokens: int | None = None,
-        stop: tuple[str, ...] = (),
+        self, messages: Sequence[Message], tools: Sequence[Tool] = (), limits: ReplyLimits = ReplyLimits()
     ) -> PendingTurn:
-        """Sample the reply to a whole dialogue, of at most `max_tokens` tokens or up to a `stop` string.
+        """Sample the reply to a whole dialogue.
 
         Temperature and filters are the trainer's. Raises RolloutEnded at a limit of the rollout, InvalidRequest for a
         dialogue that ends with an assistant message, and EngineError.
@@ -139,7 +143,7 @@ class AgentSession:
             number = len(self._rows[row].chat.segments)
             if found is not None:
                 raise self.end(found)
-            with self._limited(self._rows[row].chat, max_tokens, stop):
+            with self._limited(self._rows[row].chat, limits):
                 begin = time.perf_counter()
                 action = await self._act(self._rows[row].chat)
                 seconds = time.perf_counter() - begin
@@ -150,7 +154,7 @@ class AgentSession:
                 self._rows[row].end = len(chat.segments)
             raise self.end(action)
 
-        action = _with_ids(action, f"{self._salt}{salt}")
+        action = _with_ids(_cut(action, limits.stop), f"{self._salt}{salt}")
 
         def commit() -> None:
             self._commit(row, messages, tools, action)
@@ -203,14 +207,14 @@ class AgentSession:
             EPISODE_TIMEOUT.reset(token)
 
     @contextmanager
-    def _limited(self, chat: ChatSession, max_tokens: int | None, stop: tuple[str, ...]) -> Iterator[None]:
-        """Apply the limits of one request to the next action of a dialogue."""
-        if not isinstance(chat, EngineChatSession) or (max_tokens is None and not stop):
+    def _limited(self, chat: ChatSession, limits: ReplyLimits) -> Iterator[None]:
+        """Apply the limits of a request to the next action of a dialogue."""
+        if not isinstance(chat, EngineChatSession):
             yield
             return
         before = chat.params
-        most = before.max_new_tokens if max_tokens is None else min(max_tokens, before.max_new_tokens)
-        chat.params = replace(before, max_new_tokens=most, stop=stop)
+        most = min(limits.max_tokens or before.max_new_tokens, before.max_new_tokens)
+        chat.params = replace(before, max_new_tokens=most, stop=limits.stop, guide=limits.guide or before.guide)
         try:
             yield
         finally:
@@ -263,6 +267,17 @@ class AgentSession:
         self._turns.setdefault(digest, []).append(_Turn(row, one.end, action.message))
         if action.finish_reason == "length":
             self.end(StopReason.TRUNCATED)
+
+
+def _cut(action: Action, stop: tuple[str, ...]) -> Action:
+    """Return the action with its text up to the first stop string, as servers return it."""
+    content = action.message["content"]
+    ends = [found for text in stop if (found := content.find(text)) >= 0]
+    if not ends:
+        return action
+    message = action.message.copy()
+    message["content"] = content[: min(ends)]
+    return replace(action, message=message)
 
 
 def _with_ids(action: Action, prefix: str) -> Action:

@@ -254,8 +254,8 @@ class ChatMessage(BaseModel):
 
 class _ToolFunction(BaseModel):
     name: str = Field(min_length=1)
-    description: str = ""
-    parameters: dict[str, JsonValue] = {"type": "object", "properties": {}}
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
 
 
 class ChatTool(BaseModel):
@@ -267,7 +267,8 @@ class ChatTool(BaseModel):
     @property
     def schema_(self) -> ToolSchema:
         tool = self.function
-        function = FunctionSchema(name=tool.name, description=tool.description, parameters=dict(tool.parameters))
+        parameters = {"type": "object", "properties": {}} if tool.parameters is None else dict(tool.parameters)
+        function = FunctionSchema(name=tool.name, description=tool.description or "", parameters=parameters)
         return ToolSchema(type="function", function=function)
 
 
