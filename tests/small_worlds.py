@@ -5,6 +5,7 @@ import json
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from itertools import count
 
 from ludus.chat.render import TemplateRenderer
 from ludus.chat.tokenizer import train_tokenizer
@@ -52,6 +53,12 @@ def scripted(script, **options) -> ScriptedEngine:
         lines = tuple(script)
         return ScriptedEngine(lambda _, turn: lines[turn], tokenizer(), end_token(), **options)
     return ScriptedEngine(script, tokenizer(), end_token(), **options)
+
+
+def in_order(*lines):
+    """Return a script that replies with the lines in the order of all requests."""
+    places = count()
+    return lambda request, turn: lines[next(places)]
 
 
 def call(name: str, **arguments) -> str:

@@ -6,6 +6,7 @@ import asyncio
 import subprocess
 import sys
 
+import openai
 import pytest
 
 import ludus
@@ -138,3 +139,26 @@ def test_agent_function_can_be_trained(run, tmp_path):
     for one in ended:
         assert [m["role"] for m in one.messages] == ["user", "assistant", "user", "assistant"]
         assert one.reward == len(one.messages[-1]["content"]) % 2
+
+
+def with_sdk(task, base_url, api_key):
+    client = openai.OpenAI(base_url=base_url, api_key=api_key)
+    messages = [{"role": "user", "content": task}]
+    for again in ("again", "and again"):
+        said = client.chat.completions.create(model="policy", messages=messages).choices[0].message
+        messages += [said, {"role": "user", "content": again}]
+    return client.chat.completions.create(model="policy", messages=messages[:3]).choices[0].message.content
+
+
+def test_agent_that_knows_only_a_base_url_can_be_trained(run, tmp_path):
+    settings = tables(tmp_path / "run", training={"steps": 2, "prompts_per_step": 2})
+    found = ludus.train(
+        with_sdk, ["a", "b", "c", "d", "e"] * 2, lambda task, answer: float(len(answer or "") % 2), progress=False,
+        model=str(run.checkpoint), **settings,
+    )  # fmt: skip
+    ended = [one for one in found.rollouts if one.stop_reason is StopReason.ANSWERED]
+    assert ended
+    for one in ended:
+        assert (one.num_turns, len(one.rows), one.shared_reward) == (3, 2, True)
+        assert one.reward == len(one.messages[-1]["content"]) % 2
+    assert len(found.metrics) == 2

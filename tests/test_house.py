@@ -46,6 +46,7 @@ ORDER = (
     ),
     *(
         "rollouts",
+        "gateway",
         "algorithms",
         "diagnostics",
         "evaluation",
@@ -53,7 +54,6 @@ ORDER = (
         "report",
         "viewer",
         "simulator",
-        "gateway",
         "cluster",
         "cli",
         "api",

@@ -131,7 +131,7 @@ class PublicEndpoints:
 
         name = body.request_id
         pending = work() if name is None else self.service.responses.get_or_compute(name, await request.body(), work)
-        content = await _until_disconnect(request, pending)
+        content = await until_disconnect(request, pending)
         if content is None:
             return Response(status_code=_CLIENT_GONE)
         if name is not None and b'"finish_reason":"abort"' in content:
@@ -139,7 +139,7 @@ class PublicEndpoints:
         return Response(content, media_type="application/json")
 
 
-async def _until_disconnect(request: Request, work: Awaitable[Result]) -> Result | None:
+async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result | None:
     """Return the result of `work`. If the client disconnects first, cancel it and return None."""
 
     async def wait() -> None:

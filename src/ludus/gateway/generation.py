@@ -18,6 +18,7 @@ from ludus.gateway.protocol.bodies import (
     ChatRequest,
     CompletionRequest,
     JsonBody,
+    check_calls,
     response_body,
     version_spans,
 )
@@ -208,6 +209,7 @@ async def _chat_prompt(service: CompletionService, request: ChatRequest) -> _Cha
 def _text(renderer: TemplateRenderer, request: ChatRequest) -> str:
     """Render the messages and tools with the model's chat template. Raises BadRequest if rendering fails."""
     messages = [message.message for message in request.messages]
+    check_calls(messages)
     try:
         return renderer.text(messages, _tools(request), generate=True)
     except UserError as error:

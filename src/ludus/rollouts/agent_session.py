@@ -11,6 +11,7 @@ import asyncio
 import hashlib
 import json
 import logging
+import re
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import asynccontextmanager, contextmanager, nullcontext
@@ -21,7 +22,7 @@ from typing import TYPE_CHECKING, Protocol
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import seed_for
 from ludus.envs.tool_env import describe_error
-from ludus.errors import LudusError, WorldError
+from ludus.errors import LudusError, UserError, WorldError
 from ludus.plugins import plugin_line
 from ludus.rollouts.episode import EPISODE_TIMEOUT, ChatSession, EngineChatSession
 from ludus.rollouts.trees import join_rows
@@ -35,6 +36,8 @@ if TYPE_CHECKING:
     from ludus.tools.base import Tool
 
 log = logging.getLogger(__name__)
+
+_OWN_ID = re.compile(r"call_\d+_\d+")  # ids that parsers assign
 
 
 class RolloutEnded(RuntimeError):
@@ -116,6 +119,11 @@ class AgentSession:
     _num_requests: int = field(init=False, default=0)
     _lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
+    def num_tokens(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
+        """Return the number of tokens of a dialogue as a prompt; 0 if the policy exposes no tokens."""
+        chat = self.make_chat()
+        return len(chat.renderer.prompt(messages, tools)) if isinstance(chat, EngineChatSession) else 0
+
     async def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Message:
         """Return the policy's next message. Raises RolloutEnded after the end of the rollout."""
         pending = await self.sample(messages, tools)
@@ -138,7 +146,11 @@ class AgentSession:
             raise self.end(StopReason.MAX_TURNS)
         self._num_requests += 1
         async with self._lock if self.serial else nullcontext():
-            row, found = self._row_for(messages, tools)
+            try:
+                row, found = self._row_for(messages, tools)
+            except (UserError, ValueError, TypeError, LookupError, RecursionError) as error:  # templates raise anything
+                why = error.message if isinstance(error, UserError) else describe_error(error)
+                raise InvalidRequest(f"The messages cannot be rendered: {why}") from error
             self._rows[row].is_open = False
             number = len(self._rows[row].chat.segments)
             if found is not None:
@@ -281,10 +293,10 @@ def _cut(action: Action, stop: tuple[str, ...]) -> Action:
 
 
 def _with_ids(action: Action, prefix: str) -> Action:
-    """Return the action with the ids `call_PREFIX_0`, ... of its calls."""
+    """Return the action with the ids `call_PREFIX_0`, ... of its calls, except those that the policy sampled."""
     message = action.message
     old = [*(call.id for call in action.calls), *(error.id for error in action.errors)]
-    ids = {name: f"call_{prefix}_{name.rpartition('_')[2]}" for name in old}
+    ids = {name: f"call_{prefix}_{name.rpartition('_')[2]}" if _OWN_ID.fullmatch(name) else name for name in old}
     if calls := message.get("tool_calls"):
         message = message.copy()
         message["tool_calls"] = [{**call, "id": ids.get(call["id"], call["id"])} for call in calls]

@@ -17,10 +17,19 @@ from importlib.resources import files
 from itertools import accumulate, groupby
 from typing import Annotated, Literal, Self, TypeVar
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field, JsonValue, ValidationError, model_validator
+from pydantic import (
+    AfterValidator,
+    AliasChoices,
+    BaseModel,
+    ConfigDict,
+    Field,
+    JsonValue,
+    ValidationError,
+    model_validator,
+)
 
 from ludus.tools.base import FunctionSchema, ToolSchema
-from ludus.types import MAX_TOP_LOGPROBS, PARAM_BOUNDS, Guide, Message, MessageToolCall, SamplingParams
+from ludus.types import MAX_TOP_LOGPROBS, PARAM_BOUNDS, FunctionCall, Guide, Message, MessageToolCall, SamplingParams
 
 _LABELS = frozenset({"user", "metadata", "store", "service_tier", "priority", "session_id", "cache_salt"})
 _NUM_CHOICES, _NUM_STOPS, _NUM_STOP_IDS, _MAX_GUIDE_CHARS = 128, 64, 1024, 2**16
@@ -125,14 +134,18 @@ class Sampling(BaseModel):
     stream_options: StreamOptions | None = None
 
     @model_validator(mode="after")
-    def _reject_unsupported_fields(self) -> Self:
+    def _check_extra_fields(self) -> Self:
+        self.check_extra_fields()
+        return self
+
+    def check_extra_fields(self) -> None:
+        """Raise ValueError for an unknown field, and for an unsupported one without its neutral value."""
         for name, value in (self.__pydantic_extra__ or {}).items():
             if name in _LABELS or value is None or value in _neutral_values().get(name, []):
                 continue
             if name in _neutral_values():
                 raise ValueError(f"{name} = {json.dumps(value)[:80]} is not supported")
             raise ValueError(f"{name[:80]} is not a field of this request")
-        return self
 
     @property
     def guide(self) -> Guide | None:
@@ -211,17 +224,18 @@ class CompletionRequest(Sampling):
 
 class _Function(BaseModel):
     name: str = Field(min_length=1)
-    arguments: str = "{}"
+    arguments: str | None = "{}"
 
 
 class _Call(BaseModel):
-    id: str
+    id: str | None = None
     function: _Function
 
 
 class _Part(BaseModel):
-    type: Literal["text"]
-    text: str
+    type: Literal["text", "refusal", "thinking"]
+    text: str = ""
+    refusal: str = ""
 
 
 class ChatMessage(BaseModel):
@@ -231,7 +245,7 @@ class ChatMessage(BaseModel):
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[_Part], Field(fail_fast=True)] | None = None
-    reasoning_content: str | None = None
+    reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
     tool_calls: Annotated[list[_Call], Field(fail_fast=True)] | None = None
     tool_call_id: str | None = None
     name: str | None = None
@@ -239,7 +253,7 @@ class ChatMessage(BaseModel):
     @property
     def message(self) -> Message:
         content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text for part in content)
+        text = content if isinstance(content, str) else "".join(part.text or part.refusal for part in content)
         message = Message(role="system" if self.role == "developer" else self.role, content=text)
         if self.reasoning_content:
             message["reasoning_content"] = self.reasoning_content
@@ -303,14 +317,19 @@ def read_body(kind: type[RequestBody], body: bytes) -> RequestBody:
 
 
 def _message_call(call: _Call) -> MessageToolCall:
-    try:
-        is_object = isinstance(json.loads(call.function.arguments), dict)
-    except (ValueError, RecursionError):
-        is_object = False
-    if not is_object:
-        raise BadRequest(f"The arguments of tool call {call.id[:80]!r} cannot be parsed as a JSON object.")
-    name, arguments = call.function.name, call.function.arguments
-    return {"id": call.id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    function: FunctionCall = {"name": call.function.name, "arguments": call.function.arguments or "{}"}
+    return {"id": call.id or "", "type": "function", "function": function}
+
+
+def check_calls(messages: Sequence[Message]) -> None:
+    """Raise BadRequest if the arguments of a call in the history are not a JSON object."""
+    for call in (call for message in messages for call in message.get("tool_calls", [])):
+        try:
+            is_object = isinstance(json.loads(call["function"]["arguments"]), dict)
+        except (ValueError, RecursionError):
+            is_object = False
+        if not is_object:
+            raise BadRequest(f"The arguments of tool call {call['id'][:80]!r} cannot be parsed as a JSON object.")
 
 
 JsonBody = dict[str, object]

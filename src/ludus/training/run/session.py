@@ -28,6 +28,7 @@ from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError
 from ludus.plugins import check_result, find_plugin
+from ludus.rollouts.agent_session import AgentServer
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.scheduler import SamplingPlan, Scheduler, engine_scheduler
@@ -110,7 +111,19 @@ def session_scheduler(
     """Return the scheduler of the session's episodes; `rollout` overrides the session's settings."""
     settings = rollout or session.config.rollout
     scheduler = engine_scheduler(session.world, engine, session.renderer, settings, plan, ledger)
-    return replace(scheduler, scoring=session.scoring)
+    return replace(scheduler, scoring=session.scoring, agents=agent_server(session.world))
+
+
+def agent_server(world: World) -> AgentServer | None:
+    """Return the server of a world whose agents use a base URL. Raises UserError without the extra `serve`."""
+    if not world.needs_server:
+        return None
+    try:
+        from ludus.gateway.sessions import session_server
+    except ImportError as error:
+        hint = "Install it: pip install 'ludus[serve]'."
+        raise UserError(f"Agents with a base URL need the package {error.name}.", hint) from error
+    return session_server()
 
 
 def make_renderer(env: EnvConfig, tokenizer: Any) -> Renderer:  # noqa: ANN401 (a transformers tokenizer)

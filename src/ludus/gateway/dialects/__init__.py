@@ -1,0 +1,1 @@
+"""Dialects of language model APIs, as the SDKs of agents speak them: requests and replies of sessions."""

@@ -1,0 +1,82 @@
+"""What all dialects share: the request of a session, a dialect's functions, and server-sent events."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from pydantic import BaseModel
+
+from ludus.gateway.protocol.bodies import BadRequest, JsonBody
+from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
+from ludus.tools.base import DescribedTool, FunctionSchema, ToolSchema, described_tool
+from ludus.types import JSON, Guide, Message, MessageToolCall
+
+Event = tuple[str, JsonBody]
+"""Name (empty: none) and data of a server-sent event."""
+Histories = Mapping[str, Sequence[Message]]
+"""The dialogues of a session by the id of their last response."""
+
+
+@dataclass(frozen=True)
+class SessionRequest:
+    """A request in any dialect. `echo` holds the fields that the reply repeats."""
+
+    messages: Sequence[Message]
+    tools: Sequence[DescribedTool] = ()
+    limits: ReplyLimits = field(default_factory=ReplyLimits)
+    num: int = 1
+    stream: bool = False
+    model: str = "policy"
+    echo: Mapping[str, object] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """An endpoint: `parse` reads a body, `reply` and `events` are the whole and the streamed reply.
+
+    `end` is the last line of a stream. `error` is the body of an error with a status, a message and a code.
+    """
+
+    parse: Callable[[bytes, Histories], SessionRequest]
+    reply: Callable[[SessionRequest, str, Sequence[PendingTurn]], JsonBody]
+    events: Callable[[SessionRequest, str, Sequence[PendingTurn]], Iterator[Event]]
+    error: Callable[[int, str, str | None], JsonBody]
+    end: bytes = b""
+
+
+def event_bytes(name: str, data: JsonBody) -> bytes:
+    """Return a server-sent event."""
+    head = f"event: {name}\n" if name else ""
+    return f"{head}data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+
+
+def function_tool(name: str, description: str | None, parameters: Mapping[str, JSON] | None) -> DescribedTool:
+    """Return a tool of a request, which the agent executes."""
+    schema: dict[str, JSON] = {"type": "object", "properties": {}}
+    schema |= parameters or {}
+    function = FunctionSchema(name=name, description=description or "", parameters=schema)
+    return described_tool(ToolSchema(type="function", function=function))
+
+
+def function_call(call_id: str, name: str, arguments: str) -> MessageToolCall:
+    """Return a call of an assistant message."""
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+
+
+def schema_guide(schema: object) -> Guide | None:
+    """Return the guide of a JSON schema; None without one."""
+    return None if schema is None else Guide("json_schema", json.dumps(schema))
+
+
+def refuse_fields(body: BaseModel, unsupported: Mapping[str, Sequence[object]]) -> None:
+    """Raise BadRequest for a field that changes the reply and cannot be served, unless it has a neutral value."""
+    for name, value in (body.model_extra or {}).items():
+        if name in unsupported and value is not None and value not in unsupported[name]:
+            raise BadRequest(f"{name} = {json.dumps(value)[:80]} is not supported.")
+
+
+def reply_calls(turn: PendingTurn) -> list[MessageToolCall]:
+    """Return the calls of a reply."""
+    return list(turn.action.message.get("tool_calls", []))

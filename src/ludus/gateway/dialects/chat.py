@@ -1,0 +1,123 @@
+"""Chat completions, as the `openai` package and servers that are compatible with it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+
+from pydantic import Field
+
+from ludus.gateway.dialects.base import (
+    Dialect,
+    Event,
+    Histories,
+    SessionRequest,
+    function_tool,
+    refuse_fields,
+    reply_calls,
+)
+from ludus.gateway.protocol.bodies import BadRequest, ChatRequest, JsonBody, error_body, read_body
+from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
+
+_UNSUPPORTED: dict[str, Sequence[object]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "audio": (),
+    "web_search_options": (),
+    "functions": (),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
+}
+
+
+class SessionChatRequest(ChatRequest):
+    """Body of `/v1/chat/completions` of a session: other fields than the refused ones are labels."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int = Field(1, ge=1, le=16)
+
+    def check_extra_fields(self) -> None:
+        refuse_fields(self, _UNSUPPORTED)
+
+
+def parse(raw: bytes, _: Histories) -> SessionRequest:
+    """Return the request of a body. Raises BadRequest. Temperature and filters are the trainer's and are ignored."""
+    body = read_body(SessionChatRequest, raw)
+    if body.logprobs:
+        raise BadRequest("logprobs = true is not supported.")
+    tools = body.tools or [] if body.tool_choice != "none" else []
+    limits = ReplyLimits(body.max_completion_tokens or body.max_tokens, body.stops, body.guide)
+    usage = body.stream_options is not None and body.stream_options.include_usage
+    return SessionRequest(
+        [message.message for message in body.messages],
+        [function_tool(t.function.name, t.function.description, t.function.parameters) for t in tools],
+        limits,
+        body.n,
+        bool(body.stream),
+        body.model or "policy",
+        {"include_usage": usage},
+    )
+
+
+def reply(request: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> JsonBody:
+    """Return a chat completion."""
+    choices: list[JsonBody] = [
+        {"index": i, "message": _message(turn), "logprobs": None, "finish_reason": _reason(turn)}
+        for i, turn in enumerate(turns)
+    ]
+    return _body("chat.completion", request, name, choices) | {"usage": _usage(turns)}
+
+
+def events(request: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> Iterator[Event]:
+    """Yield the chunks of chat completions."""
+    for i, turn in enumerate(turns):
+        message = _message(turn)
+        calls = message.pop("tool_calls", [])
+        assert isinstance(calls, list)
+        yield _chunk(request, name, i, {"role": "assistant", "content": ""})
+        for part in ("reasoning_content", "content"):
+            if message.get(part):
+                yield _chunk(request, name, i, {part: message[part]})
+        for number, call in enumerate(calls):
+            yield _chunk(request, name, i, {"tool_calls": [{"index": number, **call}]})
+        yield _chunk(request, name, i, {}, _reason(turn))
+    if request.echo["include_usage"]:
+        yield "", _body("chat.completion.chunk", request, name, []) | {"usage": _usage(turns)}
+
+
+def _message(turn: PendingTurn) -> JsonBody:
+    said, calls = turn.action.message, reply_calls(turn)
+    message: JsonBody = {"role": "assistant", "content": said["content"] or (None if calls else ""), "refusal": None}
+    if said.get("reasoning_content"):
+        message["reasoning_content"] = said["reasoning_content"]
+    return message | {"tool_calls": calls} if calls else message
+
+
+def _reason(turn: PendingTurn) -> str:
+    finish = turn.action.finish_reason
+    return "tool_calls" if turn.action.calls and finish == "stop" else finish
+
+
+def _usage(turns: Sequence[PendingTurn]) -> JsonBody:
+    prompt, sampled = turns[0].num_prompt_tokens, sum(turn.num_tokens for turn in turns)
+    return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
+
+
+def _body(kind: str, request: SessionRequest, name: str, choices: Sequence[JsonBody]) -> JsonBody:
+    head = {"id": f"chatcmpl-{name}", "object": kind, "created": int(time.time()), "model": request.model}
+    return head | {"choices": list(choices)}
+
+
+def _chunk(request: SessionRequest, name: str, index: int, delta: JsonBody, reason: str | None = None) -> Event:
+    choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": reason}
+    return "", _body("chat.completion.chunk", request, name, [choice])
+
+
+def _error(status: int, message: str, code: str | None) -> JsonBody:
+    return error_body(message, status, code)
+
+
+CHAT = Dialect(parse, reply, events, _error, b"data: [DONE]\n\n")
+"""Chat completions."""

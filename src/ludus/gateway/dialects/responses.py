@@ -1,0 +1,268 @@
+"""OpenAI's Responses: items instead of messages, and typed events."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
+from typing import Annotated, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, JsonValue
+
+from ludus.gateway.dialects.base import (
+    Dialect,
+    Event,
+    Histories,
+    SessionRequest,
+    function_call,
+    function_tool,
+    refuse_fields,
+    reply_calls,
+    schema_guide,
+)
+from ludus.gateway.protocol.bodies import BadRequest, JsonBody, error_body, read_body
+from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
+from ludus.types import Message
+
+_UNSUPPORTED: dict[str, Sequence[object]] = {
+    "background": (False,),
+    "conversation": (),
+    "prompt": (),
+    "top_logprobs": (0,),
+    "max_tool_calls": (),
+}
+_TEXTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"})
+
+
+class _Part(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+
+
+class _Item(BaseModel):
+    """Any item of the input; the fields depend on its type."""
+
+    model_config = ConfigDict(extra="ignore")
+
+    type: str = "message"
+    role: Literal["system", "developer", "user", "assistant"] = "user"
+    content: str | list[_Part] | None = None
+    call_id: str = ""
+    name: str = ""
+    arguments: str = "{}"
+    output: str | list[_Part] = ""
+    summary: list[_Part] = []
+
+
+class _Tool(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, JsonValue] | None = None
+
+
+class _Format(BaseModel):
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+    schema_: dict[str, JsonValue] | None = Field(None, alias="schema")
+
+
+class _Text(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    format: _Format | None = None
+
+
+class ResponsesRequest(BaseModel):
+    """Body of `/v1/responses`. Other fields than the refused ones are labels."""
+
+    model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
+
+    input: str | Annotated[list[_Item], Field(fail_fast=True)]
+    model: str = "policy"
+    instructions: str | None = None
+    previous_response_id: str | None = None
+    tools: list[_Tool] = []
+    tool_choice: Literal["auto", "none"] = "auto"
+    max_output_tokens: int | None = Field(None, ge=1)
+    text: _Text | None = None
+    stream: bool | None = None
+
+
+def parse(raw: bytes, histories: Histories) -> SessionRequest:
+    """Return the request of a body. Raises BadRequest. Tools of other types than functions are left out."""
+    body = read_body(ResponsesRequest, raw)
+    refuse_fields(body, _UNSUPPORTED)
+    before = list(histories.get(body.previous_response_id or "", ()))
+    if body.previous_response_id and not before:
+        raise BadRequest(f"There is no response {body.previous_response_id[:80]!r} in this session.", 404)
+    if body.instructions is not None:
+        system = Message(role="system", content=body.instructions)
+        before = [system, *(before[1:] if before and before[0]["role"] == "system" else before)]
+    items = [_Item(content=body.input)] if isinstance(body.input, str) else body.input
+    form = body.text.format if body.text is not None else None
+    schema = None if form is None or form.type == "text" else form.schema_ or {"type": "object"}
+    tools = [tool for tool in body.tools if tool.type == "function"] if body.tool_choice != "none" else []
+    echo = {
+        "instructions": body.instructions,
+        "previous_response_id": body.previous_response_id,
+        "max_output_tokens": body.max_output_tokens,
+        "tool_choice": body.tool_choice,
+        "tools": [tool.model_dump() for tool in tools],
+    }
+    return SessionRequest(
+        [*before, *_messages(items)],
+        [function_tool(tool.name, tool.description, tool.parameters) for tool in tools],
+        ReplyLimits(body.max_output_tokens, (), schema_guide(schema)),
+        1,
+        bool(body.stream),
+        body.model,
+        echo,
+    )
+
+
+def _messages(items: Sequence[_Item]) -> Iterator[Message]:
+    """Yield the messages of items; the reasoning, text and calls of one reply are one message."""
+    said: Message | None = None
+    for item in items:
+        is_said = item.type in ("reasoning", "function_call") or (item.type == "message" and item.role == "assistant")
+        if not is_said:
+            if said is not None:
+                yield said
+                said = None
+            yield _message(item)
+            continue
+        said = said or Message(role="assistant", content="")
+        if item.type == "function_call":
+            said.setdefault("tool_calls", []).append(function_call(item.call_id, item.name, item.arguments))
+        elif item.type == "message":
+            said["content"] += _text(item.content)
+        elif thought := _text(item.content) or _text(item.summary):
+            said["reasoning_content"] = thought
+    if said is not None:
+        yield said
+
+
+def _message(item: _Item) -> Message:
+    if item.type == "function_call_output":
+        return Message(role="tool", content=_text(item.output), tool_call_id=item.call_id)
+    if item.type != "message":
+        raise BadRequest(f"Input items of the type {item.type[:80]!r} are not supported.")
+    role: Literal["system", "user"] = "user" if item.role == "user" else "system"
+    return Message(role=role, content=_text(item.content))
+
+
+def _text(content: str | Sequence[_Part] | None) -> str:
+    if content is None or isinstance(content, str):
+        return content or ""
+    if other := [part.type for part in content if part.type not in _TEXTS]:
+        raise BadRequest(f"Content of the type {other[0][:80]!r} is not supported.")
+    return "".join(part.text or part.refusal or "" for part in content)
+
+
+def reply(request: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> JsonBody:
+    """Return a completed response."""
+    (turn,) = turns
+    return _response(request, name, turn, _output(name, turn))
+
+
+def events(request: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> Iterator[Event]:
+    """Yield the typed events of a response."""
+    numbers = count()
+    for kind, data in _events(request, name, turns[0]):
+        yield kind, {"type": kind, "sequence_number": next(numbers), **data}
+
+
+def _events(request: SessionRequest, name: str, turn: PendingTurn) -> Iterator[Event]:
+    begun = _response(request, name, turn, []) | {"status": "in_progress", "usage": None}
+    yield "response.created", {"response": begun}
+    yield "response.in_progress", {"response": begun}
+    output = _output(name, turn)
+    for index, item in enumerate(output):
+        empty: JsonBody = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+        yield "response.output_item.added", {"output_index": index, "item": item | empty | {"status": "in_progress"}}
+        yield from _item_events(item, {"item_id": item["id"], "output_index": index})
+        yield "response.output_item.done", {"output_index": index, "item": item}
+    whole = _response(request, name, turn, output)
+    yield f"response.{whole['status']}", {"response": whole}
+
+
+def _item_events(item: Mapping[str, object], at: JsonBody) -> Iterator[Event]:
+    if item["type"] == "function_call":
+        kind = "response.function_call_arguments"
+        yield f"{kind}.delta", at | {"delta": item["arguments"]}
+        yield f"{kind}.done", at | {"arguments": item["arguments"], "name": item["name"]}
+        return
+    content = item["content"]
+    assert isinstance(content, list)
+    at = at | {"content_index": 0}
+    (part,) = content
+    if item["type"] == "reasoning":
+        yield "response.reasoning_text.delta", at | {"delta": part["text"]}
+        yield "response.reasoning_text.done", at | {"text": part["text"]}
+        return
+    yield "response.content_part.added", at | {"part": part | {"text": ""}}
+    yield "response.output_text.delta", at | {"delta": part["text"], "logprobs": []}
+    yield "response.output_text.done", at | {"text": part["text"], "logprobs": []}
+    yield "response.content_part.done", at | {"part": part}
+
+
+def _output(name: str, turn: PendingTurn) -> list[JsonBody]:
+    said, calls = turn.action.message, reply_calls(turn)
+    items: list[JsonBody] = []
+    if thought := said.get("reasoning_content"):
+        content = [{"type": "reasoning_text", "text": thought}]
+        items.append({"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": content})
+    if said["content"] or not calls:
+        part = {"type": "output_text", "text": said["content"], "annotations": [], "logprobs": []}
+        items.append({"type": "message", "id": f"msg_{name}", "role": "assistant", "content": [part]})
+    for i, call in enumerate(calls):
+        called = {"call_id": call["id"], "name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+        items.append({"type": "function_call", "id": f"fc_{name}_{i}", **called})
+    status = "incomplete" if turn.action.finish_reason == "length" else "completed"
+    return [item | {"status": status} for item in items]
+
+
+def _response(request: SessionRequest, name: str, turn: PendingTurn, output: list[JsonBody]) -> JsonBody:
+    cut = turn.action.finish_reason == "length"
+    prompt, sampled = turn.num_prompt_tokens, turn.num_tokens
+    return {
+        "id": f"resp_{name}",
+        "object": "response",
+        "created_at": int(time.time()),
+        "status": "incomplete" if cut else "completed",
+        "error": None,
+        "incomplete_details": {"reason": "max_output_tokens"} if cut else None,
+        "model": request.model,
+        "output": output,
+        "parallel_tool_calls": True,
+        "temperature": 1.0,
+        "top_p": 1.0,
+        "text": {"format": {"type": "text"}},
+        "truncation": "disabled",
+        "metadata": {},
+        "reasoning": {"effort": None, "summary": None},
+        "store": True,
+        **request.echo,
+        "usage": {
+            "input_tokens": prompt,
+            "input_tokens_details": {"cached_tokens": 0, "cache_write_tokens": 0},
+            "output_tokens": sampled,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": prompt + sampled,
+        },
+    }
+
+
+def _error(status: int, message: str, code: str | None) -> JsonBody:
+    return error_body(message, status, code)
+
+
+RESPONSES = Dialect(parse, reply, events, _error)
+"""OpenAI's Responses."""

@@ -1,0 +1,250 @@
+"""Server of sessions: running rollouts sample from the policy over HTTP, in the dialects of agents' SDKs.
+
+    server = SessionServer()
+    base_url, api_key = await server.add(session)    # http://127.0.0.1:PORT/s/KEY/v1
+
+The key names the session, as API key or in the path of the base URL; a client with one key cannot reach another
+session. A reply becomes part of the rollout when it has been sent; a cancelled or failed request leaves nothing. A
+retry that says so (`x-stainless-retry-count` above 0, or `idempotency-key`) gets the sent reply again. The server has
+one thread; sampling runs on the event loop of the session.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import secrets
+import threading
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cache, partial
+from typing import Final
+
+from pydantic import BaseModel, Field
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.routing import Route
+
+from ludus.errors import EngineBusy, EngineError
+from ludus.gateway.app import until_disconnect
+from ludus.gateway.dialects.base import Dialect, SessionRequest, event_bytes
+from ludus.gateway.dialects.chat import CHAT
+from ludus.gateway.dialects.messages import MESSAGES
+from ludus.gateway.dialects.responses import RESPONSES
+from ludus.gateway.endpoints import check_json, check_origin, check_shape, error_response, json_response
+from ludus.gateway.limits import http_server, model_limits, open_socket
+from ludus.gateway.protocol.bodies import BadRequest, read_body
+from ludus.rollouts.agent_session import AgentSession, InvalidRequest, PendingTurn, RolloutEnded
+from ludus.types import Message, StopReason
+
+MAX_RUNNING: Final = 64
+"""Maximum number of requests of one session at the same time."""
+_MAX_SENT, _MAX_HISTORIES = 32, 256  # replies and histories kept per session
+_TOO_LONG = frozenset({StopReason.PROMPT_TOO_LONG, StopReason.MAX_TOKENS})
+_UNAUTHORIZED, _NOT_FOUND, _CONFLICT, _BUSY, _FAILED, _CLIENT_GONE = 401, 404, 409, 429, 500, 499
+_START_S: Final = 10.0
+_CONTEXT: Final = 2**17  # bodies of up to this many tokens are accepted; the session's limits refuse longer dialogues
+
+
+@dataclass(eq=False)
+class _Served:
+    """A session, the event loop that samples, and what retries and `previous_response_id` refer to."""
+
+    key: str
+    session: AgentSession
+    loop: asyncio.AbstractEventLoop
+    sent: OrderedDict[bytes, Response] = field(default_factory=OrderedDict)
+    histories: OrderedDict[str, Sequence[Message]] = field(default_factory=OrderedDict)
+    num_running: int = 0
+
+    async def sample(self, asked: SessionRequest) -> list[PendingTurn]:
+        """Sample all replies of a request on the session's event loop."""
+        if self.num_running >= MAX_RUNNING:
+            raise EngineBusy(f"The session is already sampling {MAX_RUNNING} replies.", "Retry later.")
+
+        async def replies() -> list[PendingTurn]:
+            sample = partial(self.session.sample, asked.messages, asked.tools, asked.limits)
+            return list(await asyncio.gather(*(sample() for _ in range(asked.num))))
+
+        self.num_running += 1
+        try:
+            return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(replies(), self.loop))
+        finally:
+            self.num_running -= 1
+
+    def commit(self, name: str, asked: SessionRequest, turns: Sequence[PendingTurn]) -> None:
+        """Add sent replies to the rollout."""
+        for turn in turns:
+            self.loop.call_soon_threadsafe(turn.commit)
+        self.histories[f"resp_{name}"] = [*asked.messages, turns[0].action.message]
+        if len(self.histories) > _MAX_HISTORIES:
+            self.histories.popitem(last=False)
+
+    def remember(self, retry: bytes, response: Response) -> None:
+        self.sent[retry] = response
+        if len(self.sent) > _MAX_SENT:
+            self.sent.popitem(last=False)
+
+
+_Act = Callable[[Request, _Served], Awaitable[Response]]
+
+
+class _Reward(BaseModel):
+    reward: float = Field(allow_inf_nan=False)
+
+
+@dataclass(eq=False)
+class SessionServer:
+    """A server on the loopback interface, started with the first session."""
+
+    _served: dict[str, _Served] = field(default_factory=dict, init=False)
+    _port: int = field(default=0, init=False)
+    _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
+
+    async def add(self, session: AgentSession) -> tuple[str, str]:
+        """Accept requests for a session; return its base URL and API key."""
+        with self._lock:
+            self._port = self._port or self._start()
+        key = f"sk-{secrets.token_urlsafe(24)}"
+        self._served[key] = _Served(key, session, asyncio.get_running_loop())
+        return f"http://127.0.0.1:{self._port}/s/{key}/v1", key
+
+    def remove(self, session: AgentSession) -> None:
+        """Refuse requests for a session."""
+        for key in [key for key, served in self._served.items() if served.session is session]:
+            del self._served[key]
+
+    def app(self) -> Starlette:
+        """Return the application."""
+        posts: list[tuple[str, Dialect, _Act]] = [
+            ("chat/completions", CHAT, partial(self._respond, CHAT)),
+            ("responses", RESPONSES, partial(self._respond, RESPONSES)),
+            ("messages", MESSAGES, partial(self._respond, MESSAGES)),
+            ("messages/count_tokens", MESSAGES, self._count),
+            ("reward", CHAT, self._reward),
+        ]
+        gets: list[tuple[str, Dialect, _Act]] = [
+            (path, CHAT, self._models) for path in ("models", "models/{model:path}")
+        ]
+        routes = [
+            Route(f"{prefix}/{path}", partial(self._guarded, dialect, act), methods=[method])
+            for prefix in ("/s/{key}/v1", "/s/{key}", "/v1", "")
+            for method, endpoints in (("POST", posts), ("GET", gets))
+            for path, dialect, act in endpoints
+        ]
+        return Starlette(routes=routes)
+
+    def _start(self) -> int:
+        listener = open_socket("127.0.0.1", 0)
+        server = http_server(self.app(), model_limits(_CONTEXT), error_response)
+        started = threading.Event()
+
+        async def serve() -> None:
+            asyncio.get_running_loop().call_soon(started.set)
+            await server.serve(sockets=[listener])
+
+        threading.Thread(target=lambda: asyncio.run(serve()), name="ludus-sessions", daemon=True).start()
+        started.wait(_START_S)
+        return int(listener.getsockname()[1])
+
+    async def _guarded(self, dialect: Dialect, act: _Act, request: Request) -> Response:
+        """Answer a request of a known session; errors have the dialect's form."""
+        try:
+            check_origin(request)
+            return await act(request, self._find(request))
+        except BadRequest as error:
+            status, message, code = error.status, error.message, error.code
+        except InvalidRequest as error:
+            status, message, code = 400, str(error), None
+        except RolloutEnded as error:
+            too_long = error.reason in _TOO_LONG
+            status, code = (400, "context_length_exceeded") if too_long else (_CONFLICT, "rollout_ended")
+            message = f"{error}."
+        except EngineBusy as error:
+            status, message, code = _BUSY, str(error), None
+        except EngineError as error:
+            status, message, code = _FAILED, str(error), None
+        except HTTPException as error:
+            status, message, code = error.status_code, f"{error.detail}.", None
+        response = json_response(dialect.error(status, message, code), status)
+        response.headers["x-should-retry"] = "true" if status == _BUSY else "false"
+        if status == _BUSY:
+            response.headers["Retry-After"] = "1"
+        return response
+
+    def _find(self, request: Request) -> _Served:
+        """Return the session of a request: that of the path, which an API key of another session may not read."""
+        header = request.headers.get("authorization", "").removeprefix("Bearer ")
+        given = [request.path_params.get("key", ""), header, request.headers.get("x-api-key", "")]
+        found = {key for key in given if key in self._served}
+        if len(found) != 1 or (given[0] and given[0] not in found):
+            raise BadRequest("The request has no API key of a running session.", _UNAUTHORIZED, "invalid_api_key")
+        return self._served[found.pop()]
+
+    async def _respond(self, dialect: Dialect, request: Request, served: _Served) -> Response:
+        raw = await request.body()
+        check_json(request)
+        check_shape(raw, _CONTEXT)
+        retry = _retry_key(request, raw)
+        if _is_retry(request) and retry in served.sent:
+            return served.sent[retry]
+        asked = dialect.parse(raw, served.histories)
+        turns = await until_disconnect(request, served.sample(asked))
+        if turns is None:
+            return Response(status_code=_CLIENT_GONE)
+        name = secrets.token_hex(12)
+        whole = _content(dialect, asked, name, turns)
+        kind = "text/event-stream" if asked.stream else "application/json"
+
+        async def body() -> AsyncIterator[bytes]:
+            yield whole
+            if not await request.is_disconnected():
+                served.commit(name, asked, turns)
+                served.remember(retry, Response(whole, media_type=kind))
+
+        return StreamingResponse(body(), media_type=kind)
+
+    async def _count(self, request: Request, served: _Served) -> Response:
+        raw = await request.body()
+        check_json(request)
+        asked = MESSAGES.parse(raw, {})
+        try:
+            return JSONResponse({"input_tokens": served.session.num_tokens(asked.messages, asked.tools)})
+        except (ValueError, TypeError, LookupError) as error:
+            raise BadRequest(f"The messages cannot be rendered: {error}.") from error
+
+    async def _models(self, request: Request, served: _Served) -> Response:
+        card = {"id": "policy", "object": "model", "created": 0, "owned_by": "ludus"}
+        if name := request.path_params.get("model"):
+            return JSONResponse(card | {"id": name})
+        return JSONResponse({"object": "list", "data": [card]})
+
+    async def _reward(self, request: Request, served: _Served) -> Response:
+        check_json(request)
+        served.session.reward = read_body(_Reward, await request.body()).reward
+        return JSONResponse({"status": "ok"})
+
+
+def _content(dialect: Dialect, asked: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> bytes:
+    if not asked.stream:
+        return bytes(json_response(dialect.reply(asked, name, turns)).body)
+    return b"".join(event_bytes(*event) for event in dialect.events(asked, name, turns)) + dialect.end
+
+
+def _retry_key(request: Request, raw: bytes) -> bytes:
+    name = f"{request.url.path}\n{request.headers.get('idempotency-key', '')}\n"
+    return hashlib.blake2b(name.encode() + raw, digest_size=16).digest()
+
+
+def _is_retry(request: Request) -> bool:
+    count = request.headers.get("x-stainless-retry-count", "0")
+    return (count.isdecimal() and int(count[:9]) > 0) or "idempotency-key" in request.headers
+
+
+@cache
+def session_server() -> SessionServer:
+    """Return the server of this process."""
+    return SessionServer()

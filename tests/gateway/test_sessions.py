@@ -1,0 +1,227 @@
+"""The session server: replies in each dialect, as the SDKs parse them, and what clients may not do."""
+
+import asyncio
+import json
+from contextlib import asynccontextmanager
+
+import httpx
+import pytest
+
+from ludus.config.sections.rollout import RolloutConfig
+from ludus.gateway.sessions import SessionServer
+from ludus.rollouts.agent_session import AgentSession
+from ludus.types import StopReason
+from small_worlds import call, in_order, make_chat, scripted
+
+LIMITS = RolloutConfig()
+SEARCH = call("echo", text="x")
+TOOL = {"type": "function", "function": {"name": "echo", "parameters": {"type": "object", "properties": {}}}}
+THOUGHT = "<think>\nhm\n</think>\nhello"
+
+
+@asynccontextmanager
+async def serving(*lines, limits=LIMITS, server=None, **options):
+    """Yield a session, and an HTTP client with its base URL and key."""
+    engine = scripted(in_order(*lines), **options)
+    session = AgentSession(lambda: make_chat(engine), limits)
+    server = server or SessionServer()
+    url, key = session.address = await server.add(session)
+    async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=20) as client:
+        try:
+            yield session, client, engine
+        finally:
+            session.close()
+            server.remove(session)
+
+
+def chat(*messages, **fields):
+    return {"model": "m", "messages": list(messages), **fields}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def run(coroutine):
+    return asyncio.run(coroutine)
+
+
+def data_of(stream):
+    """The data of the server-sent events."""
+    lines = [line.removeprefix("data: ") for line in stream.splitlines() if line.startswith("data: ")]
+    return [json.loads(line) for line in lines if line != "[DONE]"]
+
+
+def test_chat_completions_continue_one_row():
+    async def dialogue():
+        async with serving(SEARCH, THOUGHT) as (session, client, engine):
+            first = (await client.post("/chat/completions", json=chat(user("a"), tools=[TOOL]))).json()
+            message = first["choices"][0]["message"]
+            assert first["choices"][0]["finish_reason"] == "tool_calls"
+            assert message["content"] is None
+            found = {"role": "tool", "tool_call_id": message["tool_calls"][0]["id"], "content": "x"}
+            body = chat(user("a"), message, found, tools=[TOOL], stream=True, stream_options={"include_usage": True})
+            response = await client.post("/chat/completions", json=body)
+            assert response.headers["content-type"].startswith("text/event-stream")
+            assert response.text.endswith("data: [DONE]\n\n")
+            deltas = [one["choices"][0]["delta"] for one in data_of(response.text) if one["choices"]]
+            assert deltas[0] == {"role": "assistant", "content": ""}
+            assert deltas[1:] == [{"reasoning_content": "hm"}, {"content": "hello"}, {}]
+            usage = data_of(response.text)[-1]["usage"]
+            return [segment.kind for segment in session.segments()], usage, engine.requests
+
+    kinds, usage, requests = run(dialogue())
+    assert kinds == ["prompt", "action", "observation", "action"]
+    assert usage["prompt_tokens"] == len(requests[1].token_ids)
+
+
+def test_responses_continue_by_items_and_by_id():
+    async def dialogue():
+        async with serving(SEARCH, THOUGHT, "bye") as (session, client, _):
+            tools = [{"type": "function", "name": "echo", "parameters": {"type": "object"}}, {"type": "web_search"}]
+            first = (await client.post("/responses", json={"input": "a", "instructions": "i", "tools": tools})).json()
+            (item,) = first["output"]
+            assert (item["type"], item["name"]) == ("function_call", "echo")
+            items = [user("a"), item, {"type": "function_call_output", "call_id": item["call_id"], "output": "x"}]
+            body = {"input": items, "instructions": "i", "tools": tools, "stream": True}
+            events = data_of((await client.post("/responses", json=body)).text)
+            assert [one["sequence_number"] for one in events] == list(range(len(events)))
+            whole = events[-1]["response"]
+            assert [one["type"] for one in whole["output"]] == ["reasoning", "message"]
+            body = {"input": "b", "instructions": "i", "tools": tools, "previous_response_id": whole["id"]}
+            last = (await client.post("/responses", json=body)).json()
+            assert last["output"][0]["content"][0]["text"] == "bye"
+            missing = await client.post("/responses", json={"input": "b", "previous_response_id": "resp_x"})
+            assert missing.status_code == 404
+            return [segment.kind for segment in session.segments()]
+
+    assert run(dialogue()) == ["prompt", "action", "observation", "action", "observation", "action"]
+
+
+def test_messages_continue_by_content_blocks():
+    async def dialogue():
+        async with serving(SEARCH, THOUGHT) as (session, client, engine):
+            tools = [{"name": "echo", "input_schema": {"type": "object"}}]
+            body = {"max_tokens": 50, "system": "s", "messages": [user("a")], "tools": tools}
+            first = (await client.post("/messages", json=body)).json()
+            (block,) = first["content"]
+            assert (block["type"], block["input"], first["stop_reason"]) == ("tool_use", {"text": "x"}, "tool_use")
+            found = {"type": "tool_result", "tool_use_id": block["id"], "content": [{"type": "text", "text": "x"}]}
+            said = [user("a"), {"role": "assistant", "content": first["content"]}, {"role": "user", "content": [found]}]
+            count = (await client.post("/messages/count_tokens", json=body | {"messages": said})).json()
+            assert count["input_tokens"] > 0
+            text = (await client.post("/messages", json=body | {"messages": said, "stream": True})).text
+            names = [line.removeprefix("event: ") for line in text.splitlines() if line.startswith("event: ")]
+            block_events = ["content_block_start", "content_block_delta", "content_block_stop"] * 2
+            assert names == ["message_start", *block_events, "message_delta", "message_stop"]
+            assert engine.requests[0].params.max_new_tokens == 50
+            return [segment.kind for segment in session.segments()]
+
+    assert run(dialogue()) == ["prompt", "action", "observation", "action"]
+
+
+def test_several_choices_are_siblings():
+    async def dialogue():
+        async with serving("a", "b", "c") as (session, client, _):
+            found = (await client.post("/chat/completions", json=chat(user("x"), n=3))).json()
+            assert [one["message"]["content"] for one in found["choices"]] == ["a", "b", "c"]
+            return session.segments()
+
+    segments = run(dialogue())
+    assert [s.kind for s in segments] == ["prompt", "action"] * 3
+
+
+def test_session_is_named_by_its_key_only():
+    async def dialogue():
+        server = SessionServer()
+        async with serving("a", server=server) as (_, one, _), serving("b", server=server) as (_, two, _):
+            port = one.base_url.port
+            async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}") as client:
+                for headers in ({}, {"Authorization": "Bearer sk-guess"}):
+                    assert (
+                        await client.post("/v1/chat/completions", json=chat(user("x")), headers=headers)
+                    ).status_code == 401
+                own = {"x-api-key": one.headers["Authorization"].removeprefix("Bearer ")}
+                assert (await client.post("/v1/chat/completions", json=chat(user("x")), headers=own)).status_code == 200
+                assert (await client.post(f"{two.base_url}reward", json={"reward": 1}, headers=own)).status_code == 401
+            assert (await two.post("/reward", json={"reward": 0.5})).status_code == 200
+        assert two.base_url
+        async with httpx.AsyncClient() as client:
+            assert (await client.post(f"{two.base_url}chat/completions", json=chat(user("x")))).status_code == 401
+
+    run(dialogue())
+
+
+def test_retries_get_the_sent_reply_and_repeated_bodies_are_new():
+    async def dialogue():
+        async with serving("a", "b") as (session, client, engine):
+            texts = []
+            for count in (0, 1, 0):
+                headers = {"x-stainless-retry-count": str(count)}
+                found = await client.post("/chat/completions", json=chat(user("x")), headers=headers)
+                texts.append(found.json()["choices"][0]["message"]["content"])
+            return texts, len(engine.requests), session.num_turns
+
+    assert run(dialogue()) == (["a", "a", "b"], 2, 2)
+
+
+def test_client_that_disconnects_leaves_nothing():
+    async def dialogue():
+        release = asyncio.Event()
+        async with serving("a", "b") as (session, client, engine):
+            generate = engine.generate
+
+            async def slow(request):
+                await release.wait()
+                return await generate(request)
+
+            engine.generate = slow
+            with pytest.raises(httpx.ReadTimeout):
+                await client.post("/chat/completions", json=chat(user("x")), timeout=0.3)
+            release.set()
+            await asyncio.sleep(0.3)
+            assert session.segments() == ()
+            engine.generate = generate
+            assert (await client.post("/chat/completions", json=chat(user("x")))).status_code == 200
+            return session.num_turns
+
+    assert run(dialogue()) == 1
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "text"),
+    [
+        ("chat/completions", chat(user("x"), frequency_penalty=1), 400, "frequency_penalty"),
+        ("chat/completions", chat(user("x"), reasoning_effort="low", prompt_cache_key="k", temperature=3), 200, ""),
+        ("chat/completions", chat(user("x"), logprobs=True), 400, "logprobs"),
+        ("chat/completions", chat(user("x"), {"role": "assistant", "content": "so"}), 400, "assistant"),
+        ("chat/completions", chat(), 400, "messages"),
+        ("chat/completions", [], 400, ""),
+        ("responses", {"input": "x", "background": True}, 400, "background"),
+        ("responses", {"input": [{"type": "computer_call"}]}, 400, "computer_call"),
+        ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "image"),
+        ("messages", {"messages": 3}, 400, "messages"),
+        ("reward", {"reward": "much"}, 400, "reward"),
+        ("chat/completions", chat(user("word " * 3000)), 400, "prompt_too_long"),
+    ],
+)
+def test_invalid_requests_name_the_field(path, body, status, text):
+    async def ask():
+        async with serving("a") as (_, client, _):
+            return await client.post(f"/{path}", json=body)
+
+    response = run(ask())
+    assert response.status_code == status
+    assert text in response.text
+
+
+def test_requests_after_the_end_are_conflicts():
+    async def dialogue():
+        async with serving("a", limits=RolloutConfig(max_turns=1)) as (session, client, _):
+            first = await client.post("/chat/completions", json=chat(user("x")))
+            second = await client.post("/messages", json={"messages": [user("x")]})
+            assert second.json()["type"] == "error"
+            assert second.headers["x-should-retry"] == "false"
+            return first.status_code, second.status_code, session.stop
+
+    assert run(dialogue()) == (200, 409, StopReason.MAX_TURNS)
