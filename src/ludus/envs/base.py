@@ -26,15 +26,26 @@ def defines(instance: object, base: type, method: str) -> bool:
     return any(method in vars(one) for one in classes[: classes.index(base)])
 
 
+class AgentClient(Protocol):
+    """What a rollout knows of the remote client that runs its agent."""
+
+    def touch(self) -> None:
+        """Note a request of the client."""
+
+    def finish(self, answer: str | None, reward: float | None, error: str) -> None:
+        """End the rollout with the client's report; an empty error is a success."""
+
+
 class PolicySession(Protocol):
     """The policy of one rollout. `address` is its base URL and API key, empty if it is not served."""
 
-    @property
-    def address(self) -> tuple[str, str]: ...
-
-    @property
-    def reward(self) -> float | None:
-        """The reward that a client reported for the rollout."""
+    address: tuple[str, str]
+    reward: float | None
+    """The reward that a client reported for the rollout."""
+    answer: str | None
+    """The agent's answer, if it is not the policy's last message."""
+    client: AgentClient | None
+    """The remote client that runs the agent, if there is one."""
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Message:
         """Return the policy's next message, sampled as the continuation of the whole dialogue.

@@ -260,3 +260,9 @@ def open_socket(host: str, port: int) -> socket.socket:
         hint = "Set another --port, or 0 for a free one."
         raise UserError(f"{host}:{port} cannot be bound: {str(error).rstrip('.')}.", hint) from error
     return listener
+
+
+def url_of(listener: socket.socket) -> str:
+    """Return the URL of a listening socket."""
+    host, port = listener.getsockname()[:2]
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"

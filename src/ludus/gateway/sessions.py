@@ -17,8 +17,10 @@ import secrets
 import threading
 from collections import OrderedDict
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
+from queue import Empty, SimpleQueue
 from typing import Final
 
 from pydantic import BaseModel, Field
@@ -35,8 +37,9 @@ from ludus.gateway.dialects.chat import CHAT
 from ludus.gateway.dialects.messages import MESSAGES
 from ludus.gateway.dialects.responses import RESPONSES
 from ludus.gateway.endpoints import check_json, check_origin, check_shape, error_response, json_response
-from ludus.gateway.limits import http_server, model_limits, open_socket
+from ludus.gateway.limits import http_server, model_limits, open_socket, url_of
 from ludus.gateway.protocol.bodies import BadRequest, read_body
+from ludus.rollouts.agent_runs import TaskOffer
 from ludus.rollouts.agent_session import AgentSession, InvalidRequest, PendingTurn, RolloutEnded
 from ludus.types import Message, StopReason
 
@@ -45,7 +48,9 @@ MAX_RUNNING: Final = 64
 _MAX_SENT, _MAX_HISTORIES = 32, 256  # replies and histories kept per session
 _TOO_LONG = frozenset({StopReason.PROMPT_TOO_LONG, StopReason.MAX_TOKENS})
 _UNAUTHORIZED, _NOT_FOUND, _CONFLICT, _BUSY, _FAILED, _CLIENT_GONE = 401, 404, 409, 429, 500, 499
+_NO_CONTENT: Final = 204
 _START_S: Final = 10.0
+_POLL_S: Final = 20.0  # time that a request for a task waits
 _CONTEXT: Final = 2**17  # bodies of up to this many tokens are accepted; the session's limits refuse longer dialogues
 
 
@@ -96,21 +101,31 @@ class _Reward(BaseModel):
     reward: float = Field(allow_inf_nan=False)
 
 
+class _Result(BaseModel):
+    answer: str | None = None
+    reward: float | None = Field(None, allow_inf_nan=False)
+    error: str = ""
+
+
 @dataclass(eq=False)
 class SessionServer:
-    """A server on the loopback interface, started with the first session."""
+    """A server that starts with the first session. Clients with the `token` (empty: none) may ask for tasks."""
 
+    host: str = "127.0.0.1"
+    port: int = 0
+    token: str = ""
+    offers: SimpleQueue[TaskOffer] = field(default_factory=SimpleQueue, init=False)
     _served: dict[str, _Served] = field(default_factory=dict, init=False)
-    _port: int = field(default=0, init=False)
+    _url: str = field(default="", init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
     async def add(self, session: AgentSession) -> tuple[str, str]:
         """Accept requests for a session; return its base URL and API key."""
         with self._lock:
-            self._port = self._port or self._start()
+            self._url = self._url or self._start()
         key = f"sk-{secrets.token_urlsafe(24)}"
         self._served[key] = _Served(key, session, asyncio.get_running_loop())
-        return f"http://127.0.0.1:{self._port}/s/{key}/v1", key
+        return f"{self._url}/s/{key}/v1", key
 
     def remove(self, session: AgentSession) -> None:
         """Refuse requests for a session."""
@@ -125,6 +140,7 @@ class SessionServer:
             ("messages", MESSAGES, partial(self._respond, MESSAGES)),
             ("messages/count_tokens", MESSAGES, self._count),
             ("reward", CHAT, self._reward),
+            ("done", CHAT, self._done),
         ]
         gets: list[tuple[str, Dialect, _Act]] = [
             (path, CHAT, self._models) for path in ("models", "models/{model:path}")
@@ -135,10 +151,10 @@ class SessionServer:
             for method, endpoints in (("POST", posts), ("GET", gets))
             for path, dialect, act in endpoints
         ]
-        return Starlette(routes=routes)
+        return Starlette(routes=[*routes, Route("/tasks", self._tasks)])
 
-    def _start(self) -> int:
-        listener = open_socket("127.0.0.1", 0)
+    def _start(self) -> str:
+        listener = open_socket(self.host, self.port)
         server = http_server(self.app(), model_limits(_CONTEXT), error_response)
         started = threading.Event()
 
@@ -148,7 +164,7 @@ class SessionServer:
 
         threading.Thread(target=lambda: asyncio.run(serve()), name="ludus-sessions", daemon=True).start()
         started.wait(_START_S)
-        return int(listener.getsockname()[1])
+        return url_of(listener)
 
     async def _guarded(self, dialect: Dialect, act: _Act, request: Request) -> Response:
         """Answer a request of a known session; errors have the dialect's form."""
@@ -227,6 +243,30 @@ class SessionServer:
         served.session.reward = read_body(_Reward, await request.body()).reward
         return JSONResponse({"status": "ok"})
 
+    async def _done(self, request: Request, served: _Served) -> Response:
+        """End the rollout of a remote agent."""
+        check_json(request)
+        found = read_body(_Result, await request.body())
+        if served.session.client is None:
+            raise BadRequest("The agent of this session is not remote.", _CONFLICT)
+        served.session.client.finish(found.answer, found.reward, found.error)
+        return JSONResponse({"status": "ok"})
+
+    async def _tasks(self, request: Request) -> Response:
+        """Return a task and its address; 204 if there is none within `_POLL_S`."""
+        header = request.headers.get("authorization", "")
+        if not self.token or not secrets.compare_digest(header.encode(), f"Bearer {self.token}".encode()):
+            return error_response(_UNAUTHORIZED, "This path needs the token of rollout.agent.token_file.")
+        deadline = asyncio.get_running_loop().time() + _POLL_S
+        while asyncio.get_running_loop().time() < deadline and not await request.is_disconnected():
+            with suppress(Empty):
+                offer = self.offers.get_nowait()
+                if offer.take():
+                    return JSONResponse(offer.body())
+                continue
+            await asyncio.sleep(0.05)
+        return Response(status_code=_NO_CONTENT)
+
 
 def _content(dialect: Dialect, asked: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> bytes:
     if not asked.stream:
@@ -245,6 +285,6 @@ def _is_retry(request: Request) -> bool:
 
 
 @cache
-def session_server() -> SessionServer:
-    """Return the server of this process."""
-    return SessionServer()
+def session_server(host: str = "127.0.0.1", port: int = 0, token: str = "") -> SessionServer:
+    """Return the server of this process with an address."""
+    return SessionServer(host, port, token)

@@ -31,8 +31,10 @@ from ludus.types import JSON, Action, Guide, Message, Segment, StopReason, Task,
 
 if TYPE_CHECKING:
     from collections.abc import AsyncIterator
+    from queue import SimpleQueue
 
-    from ludus.envs.base import Environment
+    from ludus.envs.base import AgentClient, Environment
+    from ludus.rollouts.agent_runs import TaskOffer
     from ludus.tools.base import Tool
 
 log = logging.getLogger(__name__)
@@ -109,7 +111,8 @@ class AgentSession:
     messages: list[Message] = field(init=False, default_factory=list)
     """The messages of the last committed request, and its reply."""
     reward: float | None = field(init=False, default=None)
-    """The reward that a client reported."""
+    answer: str | None = field(init=False, default=None)
+    client: AgentClient | None = field(init=False, default=None)
     ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     timeout: PausableTimeout | None = field(init=False, default=None)
     seconds: list[float] = field(init=False, default_factory=list)
@@ -138,6 +141,8 @@ class AgentSession:
         Temperature and filters are the trainer's. Raises RolloutEnded at a limit of the rollout, InvalidRequest for a
         dialogue that ends with an assistant message, and EngineError.
         """
+        if self.client is not None:
+            self.client.touch()
         if self.stop is not None:
             raise RolloutEnded(self.stop)
         if not messages or messages[-1]["role"] == "assistant":
@@ -360,7 +365,10 @@ def _best(turns: Sequence[_Turn], given: Message) -> _Turn:
 
 
 class AgentServer(Protocol):
-    """A server of sessions for agents that know only a base URL."""
+    """A server of sessions for agents that know only a base URL. Clients that ask for tasks get the `offers`."""
+
+    @property
+    def offers(self) -> SimpleQueue[TaskOffer]: ...
 
     async def add(self, session: AgentSession) -> tuple[str, str]:
         """Accept requests for a session; return its base URL and API key."""
@@ -398,7 +406,7 @@ class AgentRunner:
             task_id=task.id,
             sample=sample,
             segments=segments,
-            messages=tuple(session.messages or task.prompt),
+            messages=tuple(_with_answer(session.messages or task.prompt, session.answer)),
             stop_reason=stop,
             tags=dict(task.tags),
             timings=Timings(total_s - waited_s, model_s - waited_s, total_s - model_s, begin=started),
@@ -418,6 +426,13 @@ class AgentRunner:
             session.close()
             if self.server is not None:
                 self.server.remove(session)
+
+
+def _with_answer(messages: Sequence[Message], answer: str | None) -> Sequence[Message]:
+    """Return the messages, followed by the agent's answer unless it is the policy's last message."""
+    if answer is None or messages[-1]["content"].strip() == answer.strip():
+        return messages
+    return [*messages, Message(role="assistant", content=answer)]
 
 
 async def _drive(task: Task, environment: Environment, session: AgentSession) -> StopReason:

@@ -20,6 +20,7 @@ from ludus.engines.base import ContinuesActions, Engine, Request, seed_for
 from ludus.envs.base import World
 from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
+from ludus.rollouts.agent_runs import ExternalAgent
 from ludus.rollouts.agent_session import AgentRunner, AgentServer
 from ludus.rollouts.episode import (
     ChatSession,
@@ -285,6 +286,8 @@ class Scheduler:
         """Run a path of the episode's tree; path 0 is the trunk, or the whole episode without branches."""
         environment = fresh_environment(self.world, request.task)
         limits = self.limits_of(request.task) if self.limits_of else rollout_for(self.world, self.rollout, request.task)
+        if self.agents is not None and self.rollout.agent.is_set:
+            environment = ExternalAgent(environment, self.rollout.agent, self.agents.offers)
         one = (request.task, request.key.sample, environment)
         if environment.implements("drive"):
             runner = AgentRunner(self.agents, serial=self.lockstep is not None)

@@ -7,7 +7,7 @@ import secrets
 from collections.abc import Callable, Sequence
 
 from ludus.cli.arguments import run_config
-from ludus.cli.serving.serve import needs_serve_extra, url_of
+from ludus.cli.serving.serve import needs_serve_extra
 from ludus.cli.ui.terminal import bars, make_console, print_line, print_text
 from ludus.config.schema import Config
 from ludus.envs.registry import build_world
@@ -22,7 +22,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     with needs_serve_extra():
         import uvicorn
 
-        from ludus.gateway.limits import open_socket
+        from ludus.gateway.limits import open_socket, url_of
         from ludus.viewer.server import make_app
     from ludus.viewer.index import RolloutIndex, rollout_files
     from ludus.viewer.pages import RunPages

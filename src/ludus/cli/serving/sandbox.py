@@ -9,7 +9,7 @@ from dataclasses import replace
 
 from rich.table import Table
 
-from ludus.cli.serving.serve import needs_serve_extra, url_of
+from ludus.cli.serving.serve import needs_serve_extra
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.engines.control_tokens import token_of
 from ludus.errors import UserError
@@ -68,7 +68,7 @@ def _check(args: argparse.Namespace) -> None:
 
 def _serve(args: argparse.Namespace, sandbox: Sandbox) -> None:
     with needs_serve_extra():
-        from ludus.gateway.limits import MIB, HttpLimits, http_server, open_socket
+        from ludus.gateway.limits import MIB, HttpLimits, http_server, open_socket, url_of
         from ludus.sandbox.remote.server import MAX_BODY_BYTES, SandboxServerSettings, error_response, make_app
     token, console = token_of(args.token_file), make_console()
     ceiling = replace(

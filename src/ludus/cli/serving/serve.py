@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import socket
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     with needs_serve_extra():
         from ludus.gateway.app import make_app
         from ludus.gateway.endpoints import error_response
-        from ludus.gateway.limits import http_server, model_limits, open_socket
+        from ludus.gateway.limits import http_server, model_limits, open_socket, url_of
     from ludus.training.run.session import default_threads, set_up_compute
 
     default_threads()
@@ -73,12 +72,6 @@ def needs_serve_extra() -> Iterator[None]:
     except ImportError as error:
         hint = "Install it: pip install 'ludus[serve]'."
         raise UserError(f"Serving needs the package {error.name}.", hint) from error
-
-
-def url_of(listener: socket.socket) -> str:
-    """Return the URL of a listening socket."""
-    host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
 
 def _config(target: str, overrides: Sequence[str]) -> Config:

@@ -145,6 +145,42 @@ class BranchConfig(Section):
         return self
 
 
+class AgentConfig(Section):
+    """An external agent that runs the episodes: a program for each episode, or clients that ask for tasks.
+
+    It gets the messages of the environment, calls the policy under a base URL, and ends with an answer, which the
+    rewards of the environment score, or with a reward (docs/use/agents.md).
+    """
+
+    command: list[str] = Field([])
+    """Program and arguments. It reads the task as JSON from standard input, finds the policy at OPENAI_BASE_URL and
+    ANTHROPIC_BASE_URL with the key in OPENAI_API_KEY and ANTHROPIC_API_KEY, and prints the answer."""
+    timeout_s: float = Field(600.0, gt=0)
+    """Timeout of the program; after it the agent has failed, with reward 0."""
+    remote: bool = False
+    """Offer the tasks to clients at GET /tasks instead; they need the token in `token_file`."""
+    host: str = "127.0.0.1"
+    """Address on which requests are accepted."""
+    port: int = Field(0, ge=0, lt=65536)
+    """Port on which requests are accepted; 0 is a free one."""
+    token_file: str | None = None
+    """File with the token of clients that ask for tasks; if unset, none may ask."""
+    lease_s: float = Field(120.0, gt=0)
+    """Seconds without a request after which a task is offered to another client."""
+
+    @property
+    def is_set(self) -> bool:
+        return bool(self.command) or self.remote
+
+    @model_validator(mode="after")
+    def _one_kind(self) -> Self:
+        if self.command and self.remote:
+            raise ValueError("rollout.agent.command and rollout.agent.remote are mutually exclusive")
+        if self.remote and self.token_file is None:
+            raise ValueError("rollout.agent.remote needs rollout.agent.token_file")
+        return self
+
+
 class SamplingSection(Section):
     """Sampling parameters."""
 
@@ -197,6 +233,7 @@ class RolloutConfig(SamplingSection):
     Asynchronous runs have no fixed order."""
     partial: PartialConfig = PartialConfig()
     branch: BranchConfig = BranchConfig()
+    agent: AgentConfig = AgentConfig()
 
 
 class EngineConfig(Section):
