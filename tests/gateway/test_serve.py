@@ -302,15 +302,19 @@ def test_tool_calls_are_parsed_and_their_results_go_back(server, tokenizer):
     assert f"<|im_start|>tool\n{found['content']}<|im_end|>" in shown
 
 
-def test_tool_choice_none_omits_tools_and_forced_tool_choice_is_rejected(server):
+def test_tool_choice_none_omits_tools_and_forced_tool_choice_is_obeyed(server):
     plain, auto, none = (
         post(server, "/v1/chat/completions", messages=ORDER, max_tokens=1, return_token_ids=True, **choice)
         for choice in ({}, {"tools": [SEARCH], "tool_choice": "auto"}, {"tools": [SEARCH], "tool_choice": "none"})
     )
     assert none["prompt_token_ids"] == plain["prompt_token_ids"] != auto["prompt_token_ids"]
+    greeting = [{"role": "user", "content": "hello"}]
     for forced in ("required", {"type": "function", "function": {"name": "search"}}):
-        body = {"messages": ORDER, "tools": [SEARCH], "tool_choice": forced}
-        assert error(server, "/v1/chat/completions", 400, body).startswith("tool_choice: Input should be 'auto'")
+        given = {"tools": [SEARCH], "tool_choice": forced, "max_tokens": 200, "temperature": 0}
+        message = post(server, "/v1/chat/completions", messages=greeting, **given)["choices"][0]["message"]
+        assert [call["function"]["name"] for call in message["tool_calls"]] == ["search"]
+    body = {"messages": ORDER, "tools": [SEARCH], "tool_choice": {"type": "function", "function": {"name": "other"}}}
+    assert "no such tool" in error(server, "/v1/chat/completions", 400, body)
 
 
 @pytest.mark.parametrize(

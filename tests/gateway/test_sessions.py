@@ -215,6 +215,40 @@ def test_invalid_requests_name_the_field(path, body, status, text):
     assert text in response.text
 
 
+FORCED = [
+    ("chat/completions", chat(user("x"), tools=[TOOL]), {"type": "function", "function": {"name": "echo"}}, "required"),
+    (
+        "responses",
+        {"input": "x", "tools": [{"type": "function", "name": "echo"}]},
+        {"type": "function", "name": "echo"},
+        "required",
+    ),
+    (
+        "messages",
+        {"messages": [user("x")], "tools": [{"name": "echo", "input_schema": {}}]},
+        {"type": "tool", "name": "echo"},
+        {"type": "any"},
+    ),
+]
+
+
+@pytest.mark.parametrize(("path", "body", "named", "required"), FORCED)
+def test_forced_tool_choice_guides_the_reply(path, body, named, required):
+    async def ask():
+        async with serving(SEARCH, SEARCH, SEARCH) as (_, client, engine):
+            for choice in (named, required):
+                assert (await client.post(f"/{path}", json=body | {"tool_choice": choice})).status_code == 200
+            other = json.loads(json.dumps(named).replace("echo", "other"))
+            refused = await client.post(f"/{path}", json=body | {"tool_choice": other})
+            assert refused.status_code == 400
+            assert "tool_choice" in refused.text
+            return [request.params.guide for request in engine.requests]
+
+    for guide in run(ask()):
+        assert guide.kind == "lark"
+        assert ")+ text" in guide.text
+
+
 def test_requests_after_the_end_are_conflicts():
     async def dialogue():
         async with serving("a", limits=RolloutConfig(max_turns=1)) as (session, client, _):

@@ -375,9 +375,9 @@ def _read_block(draft: ParsedDraft, text: str, start: int) -> int:
 _TEXT = r"TEXT: /(.|\n)+/ & ~/(.|\n)*(<tool_call>|<\/tool_call>)(.|\n)*/"
 
 
-def hermes_guide(tools: Sequence[ToolSchema], added: Mapping[str, int]) -> Guide:
+def hermes_guide(tools: Sequence[ToolSchema], added: Mapping[str, int], *, required: bool = False) -> Guide:
     """Return a grammar of free text with any number of Hermes calls of the given tools; `added` are the tokenizer's
-    added tokens.
+    added tokens. With `required` there is at least one call.
 
     Arguments must match the tool's schema. For guided sampling only: do not use it in training, since it
     changes the sampled distribution.
@@ -386,7 +386,7 @@ def hermes_guide(tools: Sequence[ToolSchema], added: Mapping[str, int]) -> Guide
     calls = " | ".join(f"call_{i}" for i in range(len(tools)))
     thinking = "".join(f" | <[{added[tag]}]>" for tag in (THINK_OPEN, THINK_CLOSE) if tag in added)
     rules = [
-        f"start: (text {opening} ({calls}) {closing})* text" if tools else "start: text",
+        f"start: (text {opening} ({calls}) {closing}){'+' if required else '*'} text" if tools else "start: text",
         f"text: (TEXT{thinking})*",
         _TEXT,
     ]

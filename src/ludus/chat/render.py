@@ -87,8 +87,8 @@ class Renderer(Protocol):
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
         """Return the tokens that represent `message` as a sampled action (demonstrations only)."""
 
-    def guide(self, tools: Sequence[Tool]) -> Guide:
-        """Return a guide that permits only valid calls. Raises UserError if unsupported."""
+    def guide(self, tools: Sequence[Tool], *, required: bool = False) -> Guide:
+        """Return a guide that permits only valid calls; `required`: at least one. UserError if unsupported."""
 
 
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
@@ -166,10 +166,10 @@ class TemplateRenderer:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
         return self._encode(self.text(messages, tools, generate=True))
 
-    def guide(self, tools: Sequence[Tool]) -> Guide:
+    def guide(self, tools: Sequence[Tool], *, required: bool = False) -> Guide:
         if self._parse.name != "hermes":
             raise UserError(f"The format {self._parse.name} does not support guided tool calls.", GUIDES_EXIST)
-        return hermes_guide([tool.schema for tool in tools], self.tokenizer.get_added_vocab())
+        return hermes_guide([tool.schema for tool in tools], self.tokenizer.get_added_vocab(), required=required)
 
     def parse(
         self, tokens: Sequence[int], turn: int, finish_reason: FinishReason, tools: Sequence[Tool] = ()

@@ -41,7 +41,7 @@ class TagsRenderer:
         text = "\n".join(self.guard.message(message)["content"] for message in messages)
         return tuple(self.tokenizer.encode(f"{instructions}\n{text}\n", add_special_tokens=True))
 
-    def guide(self, tools: Sequence[Tool]) -> Guide:
+    def guide(self, tools: Sequence[Tool], *, required: bool = False) -> Guide:
         raise UserError("The tags protocol does not support guided tool calls.", GUIDES_EXIST)
 
     def parse(

@@ -123,6 +123,10 @@ class AgentWorld(World):
         return split_of(self.task_lists, split, self.name)
 
     @property
+    def runs_agents(self) -> bool:
+        return True
+
+    @property
     def needs_server(self) -> bool:
         return uses_url(self.agent)
 

@@ -210,6 +210,11 @@ class World(ABC):
         return self.implements("with_sandbox")
 
     @property
+    def runs_agents(self) -> bool:
+        """Whether its environments have `drive`."""
+        return False
+
+    @property
     def needs_server(self) -> bool:
         """Whether its agents call the policy under a base URL."""
         return False
@@ -251,6 +256,11 @@ class SandboxWorld(World):
 
 class SessionWorld(SandboxWorld):
     """A world whose episodes have sessions of one sandbox."""
+
+    @property
+    def runs_agents(self) -> bool:
+        """Whether its environments have `drive`."""
+        return False
 
     @property
     def needs_server(self) -> bool:

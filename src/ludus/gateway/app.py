@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from importlib.resources import files
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 from pydantic import AfterValidator, AliasChoices, BaseModel, BeforeValidator, Field
 from starlette.applications import Starlette
@@ -35,7 +35,7 @@ from ludus.engines.remote.gloo_broadcast import (
     run_in_thread,
 )
 from ludus.errors import EngineBusy, EngineError, RequestRejected, SyncError
-from ludus.gateway.endpoints import ControlAccess, HttpRouter, NoBody, error_response, json_response
+from ludus.gateway.endpoints import ControlAccess, HttpRouter, NoBody, error_response, json_response, until_disconnect
 from ludus.gateway.generation import complete, complete_chat, stream, stream_chat
 from ludus.gateway.protocol.bodies import (
     BadRequest,
@@ -51,8 +51,6 @@ from ludus.gateway.service import CompletionService, PauseMode
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
-
-Result = TypeVar("Result")
 
 _CLIENT_GONE = 499
 _REFUSED, _CONFLICT, _BUSY, _FAILED = 400, 409, 429, 500
@@ -137,22 +135,6 @@ class PublicEndpoints:
         if name is not None and b'"finish_reason":"abort"' in content:
             self.service.responses.discard(name)
         return Response(content, media_type="application/json")
-
-
-async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result | None:
-    """Return the result of `work`. If the client disconnects first, cancel it and return None."""
-
-    async def wait() -> None:
-        while (await request.receive())["type"] != "http.disconnect":
-            pass
-
-    task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(wait())
-    try:
-        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
-        return task.result() if task.done() else None
-    finally:
-        disconnected.cancel()
-        task.cancel()
 
 
 async def _event_stream(pieces: AsyncIterator[JsonBody]) -> Response:

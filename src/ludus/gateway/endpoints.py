@@ -5,6 +5,7 @@ Parses all request bodies. Refuses requests of web pages of other origins; contr
 
 from __future__ import annotations
 
+import asyncio
 import ipaddress
 import secrets
 import socket
@@ -12,7 +13,7 @@ from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Literal
+from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
 from pydantic import BaseModel, ConfigDict
@@ -22,6 +23,8 @@ from starlette.routing import Route
 
 from ludus.gateway.protocol.bodies import BadRequest, JsonBody, RequestBody, error_body, json_bytes, read_body
 from ludus.gateway.service import RequestThreads
+
+Result = TypeVar("Result")
 
 _CONTAINERS, _COMMAS = 2**13, 2**17
 _NO_TOKEN, _FORBIDDEN, _CONTENT_TOO_LARGE, _WRONG_TYPE = 401, 403, 413, 415
@@ -144,3 +147,19 @@ def json_response(body: JsonBody, status: int = 200) -> Response:
 def error_response(status: int, message: str, code: str | None = None) -> Response:
     """Create an error response."""
     return json_response(error_body(message, status, code), status)
+
+
+async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result | None:
+    """Return the result of `work`. If the client disconnects first, cancel it and return None."""
+
+    async def wait() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, disconnected = asyncio.ensure_future(work), asyncio.ensure_future(wait())
+    try:
+        await asyncio.wait({task, disconnected}, return_when=asyncio.FIRST_COMPLETED)
+        return task.result() if task.done() else None
+    finally:
+        disconnected.cancel()
+        task.cancel()

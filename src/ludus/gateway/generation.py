@@ -8,7 +8,7 @@ chunk at the end.
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 from ludus.chat.render import TemplateRenderer, decode_exactly
@@ -32,7 +32,7 @@ from ludus.gateway.protocol.detokenize import (
 )
 from ludus.gateway.service import Batch, CompletionService, choices
 from ludus.tools.base import DescribedTool, described_tool
-from ludus.types import Action, Completion, FinishReason, SamplingParams
+from ludus.types import Action, Completion, FinishReason, Guide, SamplingParams
 
 _MAX_CHOICES = 4096  # maximum number of choices of one request over all its prompts
 
@@ -203,7 +203,20 @@ async def _chat_prompt(service: CompletionService, request: ChatRequest) -> _Cha
     ends = tuple(dict.fromkeys([*renderer.stop_token_ids, *service.model.end_ids]))
     turn = sum(message.role == "assistant" for message in request.messages)
     params = request.params(min(wanted, room), ends, request.top_logprobs or 0)
+    if request.must_call:
+        params = replace(params, guide=_call_guide(renderer, request))
     return _ChatPrompt(renderer, ids, params, ends, turn)
+
+
+def _call_guide(renderer: TemplateRenderer, request: ChatRequest) -> Guide:
+    """Return the guide of a forced call. Raises BadRequest if the format or the tools do not allow one."""
+    tools = [tool for tool in _tools(request) if request.call_of in ("", tool.name)]
+    if not tools:
+        raise BadRequest("tool_choice requires a call, but the request has no such tool.")
+    try:
+        return renderer.guide(tools, required=True)
+    except UserError as error:
+        raise BadRequest(str(error)) from error
 
 
 def _text(renderer: TemplateRenderer, request: ChatRequest) -> str:

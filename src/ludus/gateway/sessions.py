@@ -31,12 +31,18 @@ from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
 from ludus.errors import EngineBusy, EngineError
-from ludus.gateway.app import until_disconnect
 from ludus.gateway.dialects.base import Dialect, SessionRequest, event_bytes
 from ludus.gateway.dialects.chat import CHAT
 from ludus.gateway.dialects.messages import MESSAGES
 from ludus.gateway.dialects.responses import RESPONSES
-from ludus.gateway.endpoints import check_json, check_origin, check_shape, error_response, json_response
+from ludus.gateway.endpoints import (
+    check_json,
+    check_origin,
+    check_shape,
+    error_response,
+    json_response,
+    until_disconnect,
+)
 from ludus.gateway.limits import http_server, model_limits, open_socket, url_of
 from ludus.gateway.protocol.bodies import BadRequest, read_body
 from ludus.rollouts.agent_runs import TaskOffer

@@ -77,11 +77,16 @@ class _Turn:
 
 @dataclass(frozen=True, slots=True)
 class ReplyLimits:
-    """What a request may set: the maximum number of tokens, strings that end the reply, and a guide."""
+    """What a request may set: the maximum number of tokens, strings that end the reply, and a guide.
+
+    With `must_call` the reply has a call, of the tool `call_of` if that is set.
+    """
 
     max_tokens: int | None = None
     stop: tuple[str, ...] = ()
     guide: Guide | None = None
+    must_call: bool = False
+    call_of: str = ""
 
 
 @dataclass(eq=False)
@@ -160,7 +165,7 @@ class AgentSession:
             number = len(self._rows[row].chat.segments)
             if found is not None:
                 raise self.end(found)
-            with self._limited(self._rows[row].chat, limits):
+            with self._limited(self._rows[row].chat, limits, tools):
                 begin = time.perf_counter()
                 action = await self._act(self._rows[row].chat)
                 seconds = time.perf_counter() - begin
@@ -224,14 +229,19 @@ class AgentSession:
             EPISODE_TIMEOUT.reset(token)
 
     @contextmanager
-    def _limited(self, chat: ChatSession, limits: ReplyLimits) -> Iterator[None]:
+    def _limited(self, chat: ChatSession, limits: ReplyLimits, tools: Sequence[Tool]) -> Iterator[None]:
         """Apply the limits of a request to the next action of a dialogue."""
         if not isinstance(chat, EngineChatSession):
             yield
             return
-        before = chat.params
+        before, guide = chat.params, limits.guide
+        if limits.must_call:
+            callable_tools = [tool for tool in tools if limits.call_of in ("", tool.name)]
+            if not callable_tools:
+                raise InvalidRequest("tool_choice requires a call, but the request has no such tool.")
+            guide = chat.renderer.guide(callable_tools, required=True)
         most = min(limits.max_tokens or before.max_new_tokens, before.max_new_tokens)
-        chat.params = replace(before, max_new_tokens=most, stop=limits.stop, guide=limits.guide or before.guide)
+        chat.params = replace(before, max_new_tokens=most, stop=limits.stop, guide=guide or before.guide)
         try:
             yield
         finally:

@@ -28,6 +28,7 @@ from ludus.evaluation import evaluate
 from ludus.evaluation.analysis.cost import TokenPrice, checked_price, measure_cost, read_price
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, SavedEvaluation
 from ludus.evaluation.tables import format_sampling, format_temperature
+from ludus.gateway.agents import agent_server
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.openai_client import OpenAIClient, OpenAIClientSettings, TokenUsage, endpoint_chat_factory
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
@@ -188,10 +189,11 @@ class EvalBackend:
 def engine_backend(world: World, opened: LoadedRun) -> EvalBackend:
     """Return a backend for an engine, with the scheduler of training."""
     session = opened.session
+    agents = agent_server(world, session.config.rollout.agent)
 
     def make(play: SamplingPlan) -> Scheduler:
         made = engine_scheduler(world, opened.engine, session.renderer, session.config.rollout, play, Ledger())
-        return replace(made, scoring=session.scoring)
+        return replace(made, scoring=session.scoring, agents=agents)
 
     return EvalBackend(world, opened.step, make, opened.engine.close, opened=opened)
 
@@ -202,10 +204,11 @@ def _endpoint_backend(config: Config, world: World, settings: OpenAIClientSettin
         text = f"An endpoint needs chat messages, but env.rendering is {config.env.rendering!r}."
         raise ConfigError(text, "Add --env.rendering chat.")
     client, scoring, parser = OpenAIClient(settings), ProcessRewardExecutor.of(config), config.env.tool_parser
+    agents = agent_server(world, config.rollout.agent)
 
     def make(play: SamplingPlan) -> Scheduler:
         chats = endpoint_chat_factory(client, config.rollout, play, "" if parser == "auto" else parser, world)
-        return replace(scheduler(world, chats, config.rollout, Ledger()), scoring=scoring)
+        return replace(scheduler(world, chats, config.rollout, Ledger()), scoring=scoring, agents=agents)
 
     return EvalBackend(world, 0, make, client.close, lambda: tuple(client.accepted.notices()), lambda: client.usage)
 

@@ -48,7 +48,8 @@ def parse(raw: bytes, _: Histories) -> SessionRequest:
     if body.logprobs:
         raise BadRequest("logprobs = true is not supported.")
     tools = body.tools or [] if body.tool_choice != "none" else []
-    limits = ReplyLimits(body.max_completion_tokens or body.max_tokens, body.stops, body.guide)
+    length = body.max_completion_tokens or body.max_tokens
+    limits = ReplyLimits(length, body.stops, body.guide, body.must_call, body.call_of)
     usage = body.stream_options is not None and body.stream_options.include_usage
     return SessionRequest(
         [message.message for message in body.messages],

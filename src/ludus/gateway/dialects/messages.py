@@ -67,7 +67,8 @@ class _Tool(BaseModel):
 class _Choice(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
-    type: Literal["auto", "none"]
+    type: Literal["auto", "none", "any", "tool"]
+    name: str = ""
 
 
 class MessagesRequest(BaseModel):
@@ -92,11 +93,14 @@ def parse(raw: bytes, _: Histories) -> SessionRequest:
     messages = [Message(role="system", content=system)] if system else []
     for said in body.messages:
         messages += _messages(said)
-    tools = [tool for tool in body.tools if tool.input_schema is not None] if body.tool_choice.type == "auto" else []
+    tools = [tool for tool in body.tools if tool.input_schema is not None] if body.tool_choice.type != "none" else []
+    choice = body.tool_choice
+    must_call = choice.type in ("any", "tool")
+    limits = ReplyLimits(body.max_tokens, tuple(body.stop_sequences), None, must_call, choice.name)
     return SessionRequest(
         messages,
         [function_tool(tool.name, tool.description, tool.input_schema) for tool in tools],
-        ReplyLimits(body.max_tokens, tuple(body.stop_sequences)),
+        limits,
         1,
         body.stream,
         body.model,

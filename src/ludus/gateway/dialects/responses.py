@@ -79,6 +79,11 @@ class _Text(BaseModel):
     format: _Format | None = None
 
 
+class _Choice(BaseModel):
+    type: Literal["function"]
+    name: str
+
+
 class ResponsesRequest(BaseModel):
     """Body of `/v1/responses`. Other fields than the refused ones are labels."""
 
@@ -89,7 +94,7 @@ class ResponsesRequest(BaseModel):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[_Tool] = []
-    tool_choice: Literal["auto", "none"] = "auto"
+    tool_choice: Literal["auto", "none", "required"] | _Choice = "auto"
     max_output_tokens: int | None = Field(None, ge=1)
     text: _Text | None = None
     stream: bool | None = None
@@ -109,17 +114,19 @@ def parse(raw: bytes, histories: Histories) -> SessionRequest:
     form = body.text.format if body.text is not None else None
     schema = None if form is None or form.type == "text" else form.schema_ or {"type": "object"}
     tools = [tool for tool in body.tools if tool.type == "function"] if body.tool_choice != "none" else []
+    choice = body.tool_choice
+    named = choice.name if isinstance(choice, _Choice) else ""
     echo = {
         "instructions": body.instructions,
         "previous_response_id": body.previous_response_id,
         "max_output_tokens": body.max_output_tokens,
-        "tool_choice": body.tool_choice,
+        "tool_choice": choice.model_dump() if isinstance(choice, _Choice) else choice,
         "tools": [tool.model_dump() for tool in tools],
     }
     return SessionRequest(
         [*before, *_messages(items)],
         [function_tool(tool.name, tool.description, tool.parameters) for tool in tools],
-        ReplyLimits(body.max_output_tokens, (), schema_guide(schema)),
+        ReplyLimits(body.max_output_tokens, (), schema_guide(schema), bool(named) or choice == "required", named),
         1,
         bool(body.stream),
         body.model,

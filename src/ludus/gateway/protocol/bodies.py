@@ -286,16 +286,35 @@ class ChatTool(BaseModel):
         return ToolSchema(type="function", function=function)
 
 
+class _ToolName(BaseModel):
+    name: str
+
+
+class _ToolChoice(BaseModel):
+    type: Literal["function"]
+    function: _ToolName
+
+
 class ChatRequest(Sampling):
     """Body of `/v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
     tools: Annotated[list[ChatTool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none"] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _ToolChoice | None = None
     max_tokens: Annotated[int, _within("max_new_tokens")] | None = None
     max_completion_tokens: Annotated[int, _within("max_new_tokens")] | None = None
     logprobs: bool | None = False
     top_logprobs: NumTop | None = None
+
+    @property
+    def must_call(self) -> bool:
+        """Whether the reply has a call."""
+        return self.tool_choice not in (None, "auto", "none")
+
+    @property
+    def call_of(self) -> str:
+        """The tool that the reply calls; empty if it may be any."""
+        return self.tool_choice.function.name if isinstance(self.tool_choice, _ToolChoice) else ""
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> Self:

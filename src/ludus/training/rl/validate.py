@@ -77,6 +77,7 @@ def check_settings(config: Config, world: World) -> None:
     check_partial(config, world)
     check_sources(config)
     check_branch(config)
+    check_agents(config, world)
     check_observations(algorithm, config.training.mask_observations)
     check_plugins(config)
     check_alarms(config)
@@ -278,6 +279,22 @@ def check_branch(config: Config) -> None:
             "is not recorded.",
             "Unset one of them.",
         )
+
+
+def check_agents(config: Config, world: World) -> None:
+    """Raise ConfigError for settings that do not apply to agents that own the loop."""
+    if not (world.runs_agents or config.rollout.agent.is_set):
+        return
+    rollout = config.rollout
+    unsupported = {
+        "rollout.partial": rollout.partial.is_set,
+        "rollout.branch": rollout.branch.branches > 0,
+        "cluster.enabled": config.cluster.enabled,
+        "training.learner.replay_routing": config.training.learner.replay_routing,
+    }
+    if found := [name for name, is_set in unsupported.items() if is_set]:
+        text = f"{found[0]} needs environments whose turns Ludus runs, not agents."
+        raise ConfigError(text, "Unset it, or train without the agent.")
 
 
 def config_warnings(config: Config) -> list[str]:

@@ -16,7 +16,7 @@ from ludus.chat.render import Renderer, TemplateRenderer
 from ludus.chat.tags import PROTOCOLS, TagsRenderer
 from ludus.config.schema import Config
 from ludus.config.sections.model import LoraConfig
-from ludus.config.sections.rollout import AgentConfig, EngineConfig, EnvConfig, RolloutConfig
+from ludus.config.sections.rollout import EngineConfig, EnvConfig, RolloutConfig
 from ludus.engines.base import Engine
 from ludus.engines.control_tokens import read_token
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
@@ -27,8 +27,8 @@ from ludus.engines.remote.http_client import RemoteEngineSettings, ServerUnreach
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError
+from ludus.gateway.agents import agent_server
 from ludus.plugins import check_result, find_plugin
-from ludus.rollouts.agent_session import AgentServer
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.scheduler import SamplingPlan, Scheduler, engine_scheduler
@@ -112,19 +112,6 @@ def session_scheduler(
     settings = rollout or session.config.rollout
     scheduler = engine_scheduler(session.world, engine, session.renderer, settings, plan, ledger)
     return replace(scheduler, scoring=session.scoring, agents=agent_server(session.world, settings.agent))
-
-
-def agent_server(world: World, settings: AgentConfig) -> AgentServer | None:
-    """Return the server of agents that use a base URL, if there are any. Raises UserError without the extra `serve`."""
-    if not (world.needs_server or settings.is_set):
-        return None
-    try:
-        from ludus.gateway.sessions import session_server
-    except ImportError as error:
-        hint = "Install it: pip install 'ludus[serve]'."
-        raise UserError(f"Agents with a base URL need the package {error.name}.", hint) from error
-    token = read_token(Path(settings.token_file)) if settings.token_file is not None else ""
-    return session_server(settings.host, settings.port, token)
 
 
 def make_renderer(env: EnvConfig, tokenizer: Any) -> Renderer:  # noqa: ANN401 (a transformers tokenizer)
