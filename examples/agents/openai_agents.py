@@ -1,12 +1,10 @@
-"""An agent of the `openai-agents` package, which hands over to a second one: python examples/agents/openai_agents.py"""
+"""An agent of the `openai-agents` package: python examples/agents/openai_agents.py"""
 
 from openai import AsyncOpenAI
 from search_tasks import SYSTEM, train
 from search_tasks import search as run_search
 
-from agents import Agent, ModelSettings, OpenAIChatCompletionsModel, Runner, function_tool, set_tracing_disabled
-
-set_tracing_disabled(True)
+from agents import Agent, OpenAIChatCompletionsModel, RunConfig, Runner, function_tool
 
 
 @function_tool
@@ -22,9 +20,9 @@ def search(query: str, k: int = 2) -> str:
 
 async def agent(task, base_url, api_key):
     model = OpenAIChatCompletionsModel("policy", AsyncOpenAI(base_url=base_url, api_key=api_key))
-    settings = ModelSettings(include_usage=True)
-    searcher = Agent("searcher", instructions=SYSTEM, model=model, tools=[search], model_settings=settings)
-    result = await Runner.run(searcher, task["question"], max_turns=6)
+    searcher = Agent("searcher", instructions=SYSTEM, model=model, tools=[search])
+    config = RunConfig(tracing_disabled=True)
+    result = await Runner.run(searcher, task["question"], max_turns=6, run_config=config)
     return result.final_output
 
 

@@ -224,6 +224,7 @@ def test_task_without_total_shows_elapsed_time_and_slow_task_its_eta():
 def test_warnings_and_log_messages_of_libraries_are_printed_above_the_bars(capfd):
     logger = logging.getLogger("some_library")
     logger.addHandler(logging.StreamHandler(sys.stderr))
+    logger.addHandler(logging.lastResort)  # its stream cannot be set
     silence_libraries()
     file = io.StringIO()
     with bars(Console(file=file, width=80, force_terminal=True)) as progress:

@@ -9,6 +9,7 @@ import pytest
 
 from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config.sections.rollout import RolloutConfig
+from ludus.diagnostics.metrics import rollout_metrics
 from ludus.envs.agent_world import AgentWorld
 from ludus.errors import EngineError, WorldError
 from ludus.rollouts.agent_session import AgentRunner, AgentSession, InvalidRequest, ReplyLimits, RolloutEnded
@@ -17,7 +18,7 @@ from ludus.rollouts.rollout_files import RolloutRecord, parse_rollout, rollout_l
 from ludus.rollouts.scheduler import Episode
 from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import assign_credit
-from ludus.types import Message, StopReason, Trajectory
+from ludus.types import Group, Message, StopReason, Trajectory
 from scripted_engine import Faults
 from small_worlds import call, echo, in_order, make_chat, renderer, scripted, tokenizer
 
@@ -238,7 +239,7 @@ async def fair(task, answer):
 @pytest.mark.parametrize("reward", [lambda task, answer: float(task == answer), fair])
 def test_agent_function_is_one_rollout_with_its_reward(agent, reward):
     found, value = play(agent, "one", "task 0", reward=reward)
-    assert (found.stop_reason, value, found.shared_reward) == (StopReason.ANSWERED, 1.0, False)
+    assert (found.stop_reason, value, found.shared_reward) == (StopReason.ANSWERED, 1.0, True)
     assert [m["content"] for m in found.messages] == ["task 0", "one", "again", "task 0"]
     assert play(agent, "one", "two", reward=reward)[1] == 0.0
 
@@ -270,6 +271,11 @@ def test_agent_with_sub_agents_is_one_member_of_its_group():
     # the baseline is the mean over two rollouts, not over five rows
     assert set(many.advantages) == {-next(iter(set(one.advantages)))}
     assert len(many.advantages) == found.num_action_tokens
+    metrics = rollout_metrics([Group(group[0].task, (found, alone))])
+    assert (metrics["agent/rows/mean"], metrics["agent/rows/max"]) == (2.5, 4.0)
+    prompts = [len(s.tokens) for s in found.segments if s.kind == "prompt"]
+    total = sum(len(s.tokens) for one in (found, alone) for s in one.segments)
+    assert metrics["agent/new_prompt_tokens"] == sum(prompts[1:]) / total
     row = row_of_trajectory(found, many.advantages)
     assert sum(row.trains) == found.num_action_tokens
 

@@ -71,6 +71,8 @@ def rollout_metrics(
     metrics |= _tool_metrics(finished) | behavior_metrics(finished)
     stops = Counter(path.stop_reason for t in trajectories for path in t.attempts())
     metrics |= {f"episode/stop/{reason}": _share(stops[reason], stops.total()) for reason in StopReason}
+    if of_agents := [t for t in finished if t.shared_reward]:
+        metrics |= _agent_metrics(of_agents)
     if trees := [t for t in finished if t.leaves]:
         metrics["tree/leaves"] = mean([len(t.leaves) for t in trees])
         metrics["tree/reward_std"] = mean([std(t.leaf_rewards) for t in trees])
@@ -118,6 +120,17 @@ def _reward_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
         values = [t.rewards.get(name, 0.0) for t in finished if "/" not in name or name in t.rewards]
         metrics[f"reward/{name}"] = mean(values)
     return metrics
+
+
+def _agent_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
+    rows = [len(t.rows) for t in finished]
+    roots = [[len(s.tokens) for i, s in enumerate(t.segments) if i and s.parent == -1] for t in finished]
+    tokens = sum(len(s.tokens) for t in finished for s in t.segments)
+    return {
+        "agent/rows/mean": mean(rows),
+        "agent/rows/max": float(max(rows)),
+        "agent/new_prompt_tokens": _share(sum(map(sum, roots)), tokens),
+    }
 
 
 def _length_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:

@@ -258,8 +258,20 @@ class AgentSession:
             if number is not None:
                 return number, self._rows[number].chat.observe(tail)
         chat = self._new_chat()
+        self._log_new_row(messages)
         self._rows.append(_Row(chat))
         return len(self._rows) - 1, chat.open(messages, tools)
+
+    def _log_new_row(self, messages: Sequence[Message]) -> None:
+        """Log, at the level DEBUG, the first message that differs from the last committed dialogue."""
+        if not self.messages or not log.isEnabledFor(logging.DEBUG):
+            return
+        for number, (before, after) in enumerate(zip(self.messages, messages, strict=False)):
+            if _canonical(before) != _canonical(after):
+                texts = (json.dumps(message, ensure_ascii=False)[:500] for message in (before, after))
+                log.debug("row %d: message %d differs: %s became %s", len(self._rows), number, *texts)
+                return
+        log.debug("row %d: the messages are the same as far as they go, but the tools differ", len(self._rows))
 
     def _continuation(self, turn: _Turn) -> int | None:
         """Return the row of a turn if the turn is its last, else a fork; None if its dialogue cannot fork."""
@@ -411,17 +423,16 @@ class AgentRunner:
             total_s, model_s = time.perf_counter() - begin, sum(session.seconds)
             waited_s = session.timeout.paused_s if session.timeout is not None else 0.0
             segments = session.segments()
-        shared = sum(segment.parent == -1 for segment in segments) > 0
-        trajectory = Trajectory(
+        return Trajectory(
             task_id=task.id,
             sample=sample,
             segments=segments,
             messages=tuple(_with_answer(session.messages or task.prompt, session.answer)),
             stop_reason=stop,
             tags=dict(task.tags),
+            shared_reward=True,
             timings=Timings(total_s - waited_s, model_s - waited_s, total_s - model_s, begin=started),
         )
-        return replace(trajectory, shared_reward=shared or len(trajectory.rows) > 1)
 
     @asynccontextmanager
     async def _session(

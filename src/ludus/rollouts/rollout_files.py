@@ -8,7 +8,7 @@ A line is one object (`zcat step-000012.jsonl.gz | head -1 | jq .`), keys sorted
     attempt     0, or more after retries
     outcome     outcome in the ledger: trained, masked, dropped, failed;   reason   its reason
     advantage   the trajectory's advantage, or null
-    trajectory  task_id, sample, stop_reason, reward, rewards (by part), turn_rewards, leaf_rewards,
+    trajectory  task_id, sample, stop_reason, reward, rewards (by part), turn_rewards, leaf_rewards, shared_reward,
                 leaves (of a tree: messages, stop_reason, outcomes, rewards of each), anchors, tags, failure
                 messages   the chat in the OpenAI format, including the prompt
                 outcomes   tool calls: call_id, tool, status, output, truncated, cost, retried

@@ -241,7 +241,9 @@ def silence_libraries() -> None:
     hide_progress()
     for logger in [logging.root, *logging.root.manager.loggerDict.values()]:
         for handler in logger.handlers if isinstance(logger, logging.Logger) else ():
-            if isinstance(handler, logging.StreamHandler) and handler.stream in (sys.stderr, sys.__stderr__):
+            # a handler without such an attribute finds the current stream itself
+            own = vars(handler).get("stream") if isinstance(handler, logging.StreamHandler) else None
+            if own in (sys.stderr, sys.__stderr__) and isinstance(handler, logging.StreamHandler):
                 handler.setStream(_CurrentStderr())
 
 
