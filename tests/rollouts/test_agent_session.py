@@ -191,6 +191,21 @@ def test_limits_end_the_rollout_and_later_requests_are_refused():
         run(session_of("a")[1].chat([user("one"), Message(role="assistant", content="so")]))
 
 
+def test_reply_at_the_token_limit_ends_the_rollout_unless_the_request_set_it():
+    _, session = session_of("word " * 50, "word " * 500)
+
+    async def dialogue():
+        short = await session.sample([user("one")], limits=ReplyLimits(5))
+        short.commit()
+        assert (short.action.finish_reason, session.stop) == ("length", None)
+        await session.chat([user("one"), short.action.message, user("two")])
+
+    run(dialogue())
+    assert session.stop is StopReason.TRUNCATED
+    kinds = [segment.kind for segment in session.segments()]
+    assert kinds == ["prompt", "action", "observation", "action"]
+
+
 def test_request_can_lower_the_token_limit_and_add_stop_strings():
     engine, session = session_of("a", "b", "c")
 

@@ -4,8 +4,8 @@
     base_url, api_key = await server.add(session)    # http://127.0.0.1:PORT/s/KEY/v1
 
 The key names the session, as API key or in the path of the base URL; a client with one key cannot reach another
-session. A reply becomes part of the rollout when it has been sent; a cancelled or failed request leaves nothing. A
-retry that says so (`x-stainless-retry-count` above 0, or `idempotency-key`) gets the sent reply again. The server has
+session. A reply becomes part of the rollout before its last byte is sent; a cancelled or failed request leaves nothing.
+A retry that says so (`x-stainless-retry-count` above 0, or `idempotency-key`) gets the sent reply again. The server has
 one thread; sampling runs on the event loop of the session.
 """
 
@@ -16,7 +16,7 @@ import hashlib
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -27,8 +27,9 @@ from pydantic import BaseModel, Field
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import JSONResponse, Response, StreamingResponse
+from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
+from starlette.types import Receive, Scope, Send
 
 from ludus.errors import EngineBusy, EngineError
 from ludus.gateway.dialects.base import Dialect, SessionRequest, event_bytes
@@ -86,10 +87,14 @@ class _Served:
         finally:
             self.num_running -= 1
 
-    def commit(self, name: str, asked: SessionRequest, turns: Sequence[PendingTurn]) -> None:
-        """Add sent replies to the rollout."""
-        for turn in turns:
-            self.loop.call_soon_threadsafe(turn.commit)
+    async def commit(self, name: str, asked: SessionRequest, turns: Sequence[PendingTurn]) -> None:
+        """Add replies to the rollout."""
+
+        async def commit_all() -> None:
+            for turn in turns:
+                turn.commit()
+
+        await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(commit_all(), self.loop))
         self.histories[f"resp_{name}"] = [*asked.messages, turns[0].action.message]
         if len(self.histories) > _MAX_HISTORIES:
             self.histories.popitem(last=False)
@@ -101,6 +106,26 @@ class _Served:
 
 
 _Act = Callable[[Request, _Served], Awaitable[Response]]
+
+
+class _Reply(Response):
+    """A response that awaits `on_sent` before its last byte, unless the client has disconnected.
+
+    So the client cannot act on a reply that is not yet recorded: neither send the next request nor end the rollout.
+    """
+
+    def __init__(
+        self, content: bytes, media_type: str, request: Request, on_sent: Callable[[], Awaitable[None]]
+    ) -> None:
+        super().__init__(content, media_type=media_type)
+        self._request, self._on_sent = request, on_sent
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
+        await send({"type": "http.response.body", "body": bytes(self.body[:-1]), "more_body": True})
+        if not await self._request.is_disconnected():
+            await self._on_sent()
+        await send({"type": "http.response.body", "body": bytes(self.body[-1:])})
 
 
 class _Reward(BaseModel):
@@ -221,13 +246,11 @@ class SessionServer:
         whole = _content(dialect, asked, name, turns)
         kind = "text/event-stream" if asked.stream else "application/json"
 
-        async def body() -> AsyncIterator[bytes]:
-            yield whole
-            if not await request.is_disconnected():
-                served.commit(name, asked, turns)
-                served.remember(retry, Response(whole, media_type=kind))
+        async def commit() -> None:
+            await served.commit(name, asked, turns)
+            served.remember(retry, Response(whole, media_type=kind))
 
-        return StreamingResponse(body(), media_type=kind)
+        return _Reply(whole, kind, request, commit)
 
     async def _count(self, request: Request, served: _Served) -> Response:
         raw = await request.body()

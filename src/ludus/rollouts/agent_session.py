@@ -178,11 +178,14 @@ class AgentSession:
 
         action = _with_ids(_cut(action, limits.stop), f"{self._salt}{salt}")
 
+        num_tokens = sum(len(segment.tokens) for segment in chat.segments[number:])
+
         def commit() -> None:
             self._commit(row, messages, tools, action)
             self.seconds.append(seconds)
+            if action.finish_reason == "length" and num_tokens != limits.max_tokens:
+                self.end(StopReason.TRUNCATED)
 
-        num_tokens = sum(len(segment.tokens) for segment in chat.segments[number:])
         return PendingTurn(action, num_prompt, num_tokens, commit)
 
     def end(self, reason: StopReason) -> RolloutEnded:
@@ -304,8 +307,6 @@ class AgentSession:
         self.messages = [*messages, action.message]
         *_, (_, digest) = _history_digests(self.messages, tools)
         self._turns.setdefault(digest, []).append(_Turn(row, one.end, action.message))
-        if action.finish_reason == "length":
-            self.end(StopReason.TRUNCATED)
 
 
 def _cut(action: Action, stop: tuple[str, ...]) -> Action:
