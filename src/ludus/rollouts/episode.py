@@ -111,6 +111,7 @@ async def run_unscored(
         turn_rewards=tuple(r or 0.0 for r in given) if any(r is not None for r in given) else (),
         tags=dict(task.tags),
         anchors=tuple(run.anchors[: sum(s.kind == "action" for s in segments)]),
+        shared_reward=any(segment.parent == -1 for segment in segments),
         timings=Timings(total_s, model_s - run.waited_s, tools_s, begin=started, turns=tuple(run.turns)),
     )
 

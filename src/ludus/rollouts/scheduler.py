@@ -22,6 +22,7 @@ from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
 from ludus.rollouts.agent_runs import ExternalAgent
 from ludus.rollouts.agent_session import AgentRunner, AgentServer
+from ludus.rollouts.context import ManagedChatSession
 from ludus.rollouts.episode import (
     ChatSession,
     EngineChatSession,
@@ -347,7 +348,7 @@ def engine_scheduler(
 
     def make_chat(request: RolloutRequest) -> ChatSession:
         key, settings = request.key, rollout_for(world, rollout, request.task)
-        return EngineChatSession(
+        session = EngineChatSession(
             engine=lockstep or engine,
             renderer=renderer,
             params=sampling_params(settings, 0.0 if request.greedy else plan.temperature),
@@ -356,6 +357,7 @@ def engine_scheduler(
             seed=seed_for(plan.seed, plan.purpose, key.step, key.task_id, key.sample),
             guided=rollout.guided_tools,
         )
+        return ManagedChatSession(session, rollout.context) if rollout.context.max_tokens else session
 
     result = scheduler(world, make_chat, rollout, ledger)
     result.lockstep = lockstep

@@ -145,6 +145,26 @@ class BranchConfig(Section):
         return self
 
 
+class ContextConfig(Section):
+    """Management of a dialogue that exceeds a budget: it is rewritten, and the episode continues in a new row."""
+
+    max_tokens: int = Field(0, ge=0)
+    """Tokens of a dialogue above which it is rewritten; 0 never rewrites it. Rows may have rollout.max_seq_len tokens,
+    so leave room for the prompt below, a summary, and tool output."""
+    strategy: Literal["drop", "summarize", "both"] = "summarize"
+    """`drop` removes old tool outputs; with `summarize` the policy writes a summary that replaces the messages; `both`
+    drops outputs, and summarizes if that is not enough."""
+    keep_turns: int = Field(1, ge=0)
+    """Last turns that stay as they are."""
+    prompt: str = (
+        "Summarize the work so far for yourself: what is asked, what you know, and what remains to be done. "
+        "The messages above will be removed. Do not call a tool."
+    )
+    """Message that asks for the summary."""
+    train_summary: bool = True
+    """Whether the tokens of summaries are in the loss."""
+
+
 class AgentConfig(Section):
     """An external agent that runs the episodes: a program for each episode, or clients that ask for tasks.
 
@@ -234,6 +254,7 @@ class RolloutConfig(SamplingSection):
     partial: PartialConfig = PartialConfig()
     branch: BranchConfig = BranchConfig()
     agent: AgentConfig = AgentConfig()
+    context: ContextConfig = ContextConfig()
 
 
 class EngineConfig(Section):

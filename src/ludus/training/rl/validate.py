@@ -282,19 +282,25 @@ def check_branch(config: Config) -> None:
 
 
 def check_agents(config: Config, world: World) -> None:
-    """Raise ConfigError for settings that do not apply to agents that own the loop."""
-    if not (world.runs_agents or config.rollout.agent.is_set):
+    """Raise ConfigError for settings that do not apply to agents, or to dialogues that are rewritten."""
+    rollout, context = config.rollout, config.rollout.context
+    runs_agents = world.runs_agents or rollout.agent.is_set
+    if not (runs_agents or context.max_tokens):
         return
-    rollout = config.rollout
+    what = "episodes of agents" if runs_agents else "dialogues that are rewritten (rollout.context)"
     unsupported = {
         "rollout.partial": rollout.partial.is_set,
         "rollout.branch": rollout.branch.branches > 0,
-        "cluster.enabled": config.cluster.enabled,
+        "cluster.enabled": config.cluster.enabled and runs_agents,
+        "rollout.context": bool(context.max_tokens) and runs_agents,
         "training.learner.replay_routing": config.training.learner.replay_routing,
+        f"env.rendering = '{config.env.rendering}'": bool(context.max_tokens) and config.env.rendering != "chat",
     }
     if found := [name for name, is_set in unsupported.items() if is_set]:
-        text = f"{found[0]} needs environments whose turns Ludus runs, not agents."
-        raise ConfigError(text, "Unset it, or train without the agent.")
+        raise ConfigError(f"{found[0]} does not apply to {what}.", "Unset one of them.")
+    if context.max_tokens >= rollout.max_seq_len:
+        text = f"rollout.context.max_tokens ({context.max_tokens}) is not below max_seq_len ({rollout.max_seq_len})."
+        raise ConfigError(text, "Lower it, so that a summary fits.")
 
 
 def config_warnings(config: Config) -> list[str]:
