@@ -212,8 +212,11 @@ def test_run_copies_its_world_file_and_rejects_resume_after_world_changes(model,
 def test_changed_metric_file_warns_and_missing_metric_file_raises(tmp_path):
     metric = tmp_path / "metric.py"
     metric.write_text("def count(groups):\n    return {}\n")
-    config = load_config("search", ["--run.metrics", f'["{metric}:count"]'])
+    other = tmp_path / "other.py"
+    other.write_text("def more(groups):\n    return {}\n")
+    config = load_config("search", ["--run.metrics", f'["{metric}:count", "{other}:more"]'])
     manifest = copy_files(config, tmp_path)
+    assert [entry["copy"] for entry in manifest.values()] == ["files/1-metric.py", "files/2-other.py"]
     (tmp_path / "run.json").write_text(json.dumps({"files": manifest}))
     assert changed_files(tmp_path, config) == []
     metric.write_text("def count(groups):\n    return {'a': 1.0}\n")
