@@ -159,17 +159,18 @@ def test_replies_with_the_same_text_are_told_apart_by_their_thinking():
 def test_ids_of_calls_are_unique_over_rollouts():
     found = []
     for name in ("e", "f"):
-        engine = scripted([SEARCH, SEARCH])
+        engine = scripted(in_order(*[SEARCH] * 4))
         session = AgentSession(lambda engine=engine, name=name: make_chat(engine, name), RolloutConfig())
 
         async def dialogue(session=session):
             messages = [user("one")]
             reply = await session.chat(messages, [echo])
             second = await session.chat([*messages, reply, result("x")], [echo])
-            return [reply["tool_calls"][0]["id"], second["tool_calls"][0]["id"]]
+            both = await asyncio.gather(*(session.chat([user(text)], [echo]) for text in "xy"))
+            return [one["tool_calls"][0]["id"] for one in (reply, second, *both)]
 
         found += run(dialogue())
-    assert len(set(found)) == 4
+    assert len(set(found)) == 8
 
 
 def test_limits_end_the_rollout_and_later_requests_are_refused():

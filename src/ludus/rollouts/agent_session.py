@@ -155,6 +155,7 @@ class AgentSession:
         if self._num_requests >= self.limits.max_turns:
             raise self.end(StopReason.MAX_TURNS)
         self._num_requests += 1
+        request = self._num_requests
         async with self._lock if self.serial else nullcontext():
             try:
                 row, found = self._row_for(messages, tools)
@@ -169,15 +170,14 @@ class AgentSession:
                 begin = time.perf_counter()
                 action = await self._act(self._rows[row].chat)
                 seconds = time.perf_counter() - begin
-        chat, salt = self._rows[row].chat, self._num_requests
+        chat = self._rows[row].chat
         num_prompt = sum(len(segment.tokens) for segment in chat.segments[:number])
         if isinstance(action, StopReason):
             if len(chat.segments) > number:
                 self._rows[row].end = len(chat.segments)
             raise self.end(action)
 
-        action = _with_ids(_cut(action, limits.stop), f"{self._salt}{salt}")
-
+        action = _with_ids(_cut(action, limits.stop), f"{self._salt}{request}")
         num_tokens = sum(len(segment.tokens) for segment in chat.segments[number:])
 
         def commit() -> None:
