@@ -11,7 +11,7 @@ from ludus.config.sections.rollout import RolloutConfig
 from ludus.gateway.sessions import SessionServer
 from ludus.rollouts.agent_session import AgentSession
 from ludus.types import StopReason
-from small_worlds import call, in_order, make_chat, scripted
+from small_worlds import call, in_order, make_chat, scripted, tokenizer
 
 LIMITS = RolloutConfig()
 SEARCH = call("echo", text="x")
@@ -147,7 +147,7 @@ def test_session_is_named_by_its_key_only():
             assert (await two.post("/reward", json={"reward": 0.5})).status_code == 200
         assert two.base_url
         async with httpx.AsyncClient() as client:
-            assert (await client.post(f"{two.base_url}chat/completions", json=chat(user("x")))).status_code == 401
+            assert (await client.post(f"{two.base_url}chat/completions", json=chat(user("x")))).status_code == 409
 
     run(dialogue())
 
@@ -194,6 +194,17 @@ def test_client_that_disconnects_leaves_nothing():
         ("chat/completions", chat(user("x"), frequency_penalty=1), 400, "frequency_penalty"),
         ("chat/completions", chat(user("x"), reasoning_effort="low", prompt_cache_key="k", temperature=3), 200, ""),
         ("chat/completions", chat(user("x"), logprobs=True), 400, "logprobs"),
+        ("chat/completions", chat(user("x"), ignore_eos=True), 400, "ignore_eos"),
+        ("chat/completions", chat(user("x"), tools=[TOOL], tool_choice=None, stop=[""]), 200, "a"),
+        ("responses", {"input": "x", "tools": None, "tool_choice": None, "model": None}, 200, "a"),
+        ("messages", {"messages": [user("x")], "tools": None, "tool_choice": None, "stop_sequences": None}, 200, "a"),
+        ("messages", {"messages": [user("x")], "output_config": {"format": {"type": "json_schema"}}}, 400, "format"),
+        (
+            "messages/count_tokens",
+            {"messages": [user("x")], "tools": [{"name": "a", "input_schema": {"properties": 3}}]},
+            400,
+            "render",
+        ),
         ("chat/completions", chat(user("x"), {"role": "assistant", "content": "so"}), 400, "assistant"),
         ("chat/completions", chat(), 400, "messages"),
         ("chat/completions", [], 400, ""),
@@ -247,6 +258,33 @@ def test_forced_tool_choice_guides_the_reply(path, body, named, required):
     for guide in run(ask()):
         assert guide.kind == "lark"
         assert ")+ text" in guide.text
+
+
+def test_stop_sequence_is_cut_and_named():
+    async def ask():
+        async with serving("one END two", "three") as (session, client, _):
+            body = {"messages": [user("x")], "stop_sequences": ["END"]}
+            found = (await client.post("/messages", json=body)).json()
+            said = [user("x"), {"role": "assistant", "content": found["content"]}, user("y")]
+            assert (await client.post("/messages", json={"messages": said})).status_code == 200
+            kinds = [segment.kind for segment in session.segments()]
+            return found["content"][0]["text"], found["stop_reason"], found["stop_sequence"], kinds
+
+    text, reason, stop, kinds = run(ask())
+    assert (text.strip(), reason, stop) == ("one", "stop_sequence", "END")
+    assert kinds == ["prompt", "action", "observation", "action"]
+
+
+def test_history_with_malformed_arguments_is_rendered_as_text():
+    async def ask():
+        async with serving("a") as (_, client, engine):
+            bad = {"id": None, "type": "function", "function": {"name": "echo", "arguments": "{bad"}}
+            said = {"role": "assistant", "content": None, "tool_calls": [bad]}
+            body = chat(user("x"), said, {"role": "tool", "tool_call_id": None, "content": "error"}, tools=[TOOL])
+            assert (await client.post("/chat/completions", json=body)).status_code == 200
+            return engine.requests[0].token_ids
+
+    assert "echo({bad)" in tokenizer().decode(run(ask()))
 
 
 def test_requests_after_the_end_are_conflicts():

@@ -11,8 +11,7 @@ from ludus.config.sections.rollout import AgentConfig, RolloutConfig
 from ludus.errors import WorldError
 from ludus.gateway.sessions import SessionServer
 from ludus.rewards.base import score
-from ludus.rollouts.agent_runs import ExternalAgent
-from ludus.rollouts.agent_session import AgentRunner
+from ludus.rollouts.agent_runs import AgentRunner, ExternalAgent
 from ludus.types import StopReason
 from small_worlds import RecordingWorld, in_order, make_chat, make_task, scripted
 
@@ -65,6 +64,12 @@ def test_program_that_fails_or_hangs_is_a_failure_of_the_agent():
         play(program("import sys; sys.exit(3)"), "Paris")
     with pytest.raises(WorldError, match="does not start"):
         play(AgentConfig(command=["no-such-program"]))
+
+
+def test_background_process_of_a_program_does_not_hold_the_rollout():
+    code = ASKS + "import subprocess; subprocess.Popen(['sleep', '30']); print('Paris')"
+    found = play(program(code, timeout_s=5.0), "Lyon")
+    assert (found.answer, found.reward) == ("Paris", 1.0)
 
 
 def remote(**settings):

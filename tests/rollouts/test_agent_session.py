@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import sys
+from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
@@ -12,7 +14,9 @@ from ludus.config.sections.rollout import RolloutConfig
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.envs.agent_world import AgentWorld
 from ludus.errors import EngineError, WorldError
-from ludus.rollouts.agent_session import AgentRunner, AgentSession, InvalidRequest, ReplyLimits, RolloutEnded
+from ludus.rollouts import agent_runs
+from ludus.rollouts.agent_runs import AgentRunner
+from ludus.rollouts.agent_session import AgentSession, InvalidRequest, ReplyLimits, RolloutEnded
 from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
 from ludus.rollouts.rollout_files import RolloutRecord, parse_rollout, rollout_line
 from ludus.rollouts.scheduler import Episode
@@ -323,6 +327,72 @@ def test_engine_failure_is_raised_even_if_the_agent_catches_it():
 
     with pytest.raises(EngineError, match="Scripted failure"):
         play(catches, "one", faults=Faults(fail_at=[0]))
+
+
+async def cancels_itself(task, policy):
+    await policy.chat([user(task)])
+    raise asyncio.CancelledError
+
+
+def exits(task, policy):
+    policy.chat([user(task)])
+    sys.exit(1)
+
+
+async def swallows_cancellation(task, policy):
+    await policy.chat([user(task)])
+    for _ in range(3):
+        with suppress(asyncio.CancelledError):
+            await asyncio.sleep(30)
+
+
+@pytest.mark.parametrize("agent", [cancels_itself, exits])
+def test_agent_that_ends_its_own_task_is_a_failure_of_the_agent(agent):
+    found, _ = play(agent, "one")
+    assert found.stop_reason is StopReason.AGENT_FAILED
+
+
+def test_agent_that_swallows_cancellation_does_not_outlive_the_time_limit(monkeypatch):
+    monkeypatch.setattr(agent_runs, "_STOP_S", 0.1)
+    found, _ = play(swallows_cancellation, "one", limits=RolloutConfig(episode_timeout_s=0.2))
+    assert found.stop_reason is StopReason.TIMEOUT
+
+
+def test_reward_that_raises_is_an_infrastructure_failure():
+    def fails(task, answer):
+        raise KeyError("grader bug")
+
+    with pytest.raises(WorldError, match="grader bug"):
+        play(twice, "one", "two", reward=fails)
+
+
+def test_fork_does_not_inherit_the_limits_of_a_running_request():
+    engine, session = session_of("a", "b", "c", faults=Faults(hang_at=[1]))
+
+    async def dialogue():
+        start = [user("one"), await session.chat([user("one")])]
+        left = asyncio.create_task(session.sample([*start, user("l")], limits=ReplyLimits(5, ("x",))))
+        await asyncio.sleep(0.01)
+        await session.chat([*start, user("r")])
+        left.cancel()
+
+    run(dialogue())
+    assert engine.requests[2].params.max_new_tokens == 400
+    assert session.stop is None
+
+
+def test_end_of_the_rollout_stops_its_requests():
+    _, session = session_of("a", "b", faults=Faults(hang_at=[0]))
+
+    async def dialogue():
+        asking = asyncio.create_task(session.chat([user("one")]))
+        await asyncio.sleep(0.01)
+        session.close()
+        with pytest.raises(RolloutEnded):
+            await asking
+
+    run(dialogue())
+    assert session.segments() == ()
 
 
 def test_hanging_agent_ends_at_the_time_limit():

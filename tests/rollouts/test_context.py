@@ -85,6 +85,11 @@ def test_outputs_are_dropped_first_and_summarized_if_that_is_not_enough():
     assert SUMMARY in tokenizer().decode(engine.requests[-1].token_ids)
 
 
+def test_dialogue_without_outputs_to_drop_stays_one_row():
+    _, found = play(SEARCH, SEARCH, SEARCH, "Paris", max_tokens=size(1), strategy="drop", keep_turns=9)
+    assert len(found.rows) == 1
+
+
 def test_dialogue_that_cannot_be_shortened_ends():
     _, found = play(SEARCH, SEARCH, SEARCH, max_tokens=size(1) + 10, max_seq_len=size(2) + 5)
     assert found.stop_reason is StopReason.MAX_TOKENS

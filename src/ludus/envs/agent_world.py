@@ -15,8 +15,9 @@ from dataclasses import dataclass, field
 from functools import partial
 
 from ludus.envs.base import Environment, PolicySession, World
+from ludus.envs.tool_env import describe_error
 from ludus.envs.tool_world import split_of
-from ludus.errors import UserError
+from ludus.errors import UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
 from ludus.types import Action, Message, StepResult, Task
@@ -50,7 +51,7 @@ class AgentEnvironment(Environment):
         self.rewards = (Reward("reward", lambda task, trajectory: self._value, outcome=True),)
 
     async def drive(self, task: Task, policy: PolicySession) -> None:
-        """Run the function to its end and compute its reward. Raises its error."""
+        """Run the function to its end and compute its reward. Raises its error, and WorldError if the reward raises."""
         given = agent_arguments(self._agent, policy)
         if inspect.iscoroutinefunction(self._agent):
             answer = await self._agent(task.truth, **given)
@@ -58,8 +59,11 @@ class AgentEnvironment(Environment):
             if "policy" in given:
                 given["policy"] = Policy(policy, asyncio.get_running_loop())
             answer = await asyncio.wrap_future(run_in_thread("agent", partial(self._agent, task.truth, **given)))
-        value = policy.reward if policy.reward is not None else self._reward(task.truth, answer)
-        self._value = float(await value if inspect.isawaitable(value) else value)
+        try:
+            value = policy.reward if policy.reward is not None else self._reward(task.truth, answer)
+            self._value = float(await value if inspect.isawaitable(value) else value)
+        except Exception as error:  # boundary: user code; the cause is chained
+            raise WorldError(f"The reward of task {task.id} raised {describe_error(error)}") from error
 
     async def start(self, task: Task) -> list[Message]:
         return list(task.prompt)

@@ -32,6 +32,9 @@ class AgentClient(Protocol):
     def touch(self) -> None:
         """Note a request of the client."""
 
+    def hold(self, num: int) -> None:
+        """Count requests that wait for a reply."""
+
     def finish(self, answer: str | None, reward: float | None, error: str) -> None:
         """End the rollout with the client's report; an empty error is a success."""
 

@@ -8,7 +8,7 @@ from ludus.config.sections.rollout import AgentConfig
 from ludus.engines.control_tokens import read_token
 from ludus.envs.base import World
 from ludus.errors import UserError
-from ludus.rollouts.agent_session import AgentServer
+from ludus.rollouts.agent_runs import AgentServer
 
 
 def agent_server(world: World, settings: AgentConfig) -> AgentServer | None:

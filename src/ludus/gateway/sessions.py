@@ -31,7 +31,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
-from ludus.errors import EngineBusy, EngineError
+from ludus.errors import EngineBusy, EngineError, UserError
 from ludus.gateway.dialects.base import Dialect, SessionRequest, event_bytes
 from ludus.gateway.dialects.chat import CHAT
 from ludus.gateway.dialects.messages import MESSAGES
@@ -52,6 +52,7 @@ from ludus.types import Message, StopReason
 
 MAX_RUNNING: Final = 64
 """Maximum number of requests of one session at the same time."""
+_MAX_ENDED: Final = 65536
 _MAX_SENT, _MAX_HISTORIES = 32, 256  # replies and histories kept per session
 _TOO_LONG = frozenset({StopReason.PROMPT_TOO_LONG, StopReason.MAX_TOKENS})
 _UNAUTHORIZED, _NOT_FOUND, _CONFLICT, _BUSY, _FAILED, _CLIENT_GONE = 401, 404, 409, 429, 500, 499
@@ -82,10 +83,15 @@ class _Served:
             return list(await asyncio.gather(*(sample() for _ in range(asked.num))))
 
         self.num_running += 1
+        client = self.session.client
+        if client is not None:
+            client.hold(1)
         try:
             return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(replies(), self.loop))
         finally:
             self.num_running -= 1
+            if client is not None:
+                client.hold(-1)
 
     async def commit(self, name: str, asked: SessionRequest, turns: Sequence[PendingTurn]) -> None:
         """Add replies to the rollout."""
@@ -147,6 +153,7 @@ class SessionServer:
     token: str = ""
     offers: SimpleQueue[TaskOffer] = field(default_factory=SimpleQueue, init=False)
     _served: dict[str, _Served] = field(default_factory=dict, init=False)
+    _ended: OrderedDict[str, StopReason] = field(default_factory=OrderedDict, init=False)
     _url: str = field(default="", init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -161,7 +168,10 @@ class SessionServer:
     def remove(self, session: AgentSession) -> None:
         """Refuse requests for a session."""
         for key in [key for key, served in self._served.items() if served.session is session]:
+            self._ended[key] = session.stop or StopReason.ANSWERED
             del self._served[key]
+            if len(self._ended) > _MAX_ENDED:
+                self._ended.popitem(last=False)
 
     def app(self) -> Starlette:
         """Return the application."""
@@ -224,9 +234,12 @@ class SessionServer:
 
     def _find(self, request: Request) -> _Served:
         """Return the session of a request: that of the path, which an API key of another session may not read."""
-        header = request.headers.get("authorization", "").removeprefix("Bearer ")
+        scheme, _, header = request.headers.get("authorization", "").partition(" ")
+        header = header if scheme.lower() == "bearer" else ""
         given = [request.path_params.get("key", ""), header, request.headers.get("x-api-key", "")]
         found = {key for key in given if key in self._served}
+        if not found and (ended := next((self._ended[key] for key in given if key in self._ended), None)):
+            raise RolloutEnded(ended)
         if len(found) != 1 or (given[0] and given[0] not in found):
             raise BadRequest("The request has no API key of a running session.", _UNAUTHORIZED, "invalid_api_key")
         return self._served[found.pop()]
@@ -258,7 +271,7 @@ class SessionServer:
         asked = MESSAGES.parse(raw, {})
         try:
             return JSONResponse({"input_tokens": served.session.num_tokens(asked.messages, asked.tools)})
-        except (ValueError, TypeError, LookupError) as error:
+        except (UserError, ValueError, TypeError, LookupError) as error:
             raise BadRequest(f"The messages cannot be rendered: {error}.") from error
 
     async def _models(self, request: Request, served: _Served) -> Response:
@@ -291,7 +304,7 @@ class SessionServer:
             with suppress(Empty):
                 offer = self.offers.get_nowait()
                 if offer.take():
-                    return JSONResponse(offer.body())
+                    return JSONResponse(offer.body(str(request.base_url).rstrip("/")))
                 continue
             await asyncio.sleep(0.05)
         return Response(status_code=_NO_CONTENT)

@@ -1,28 +1,41 @@
-"""Agents that are not functions of this process: a program per rollout, or a client that asks for tasks over HTTP.
+"""Episodes of agents that own the loop: functions of this process, a program per rollout, or clients over HTTP.
 
-They receive the task's messages and the address of the policy, and end with an answer, a reward, or an error. Without a
-reported reward, the rewards of the environment score the rollout, with the answer as its last message.
+Programs and clients receive the task's messages and the address of the policy, and end with an answer, a reward, or an
+error. Without a reported reward, the rewards of the environment score the rollout, with the answer as its last message.
 """
 
 from __future__ import annotations
 
 import asyncio
 import json
+import logging
 import os
 import signal
-from collections.abc import Sequence
-from contextlib import suppress
+import time
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
+from typing import Final, Protocol
+from urllib.parse import urlsplit
 
 from ludus.config.environment import child_environment
-from ludus.config.sections.rollout import AgentConfig
+from ludus.config.sections.rollout import AgentConfig, RolloutConfig
 from ludus.envs.base import Environment, PolicySession
-from ludus.errors import WorldError
+from ludus.envs.tool_env import describe_error
+from ludus.errors import EngineError, WorldError
+from ludus.plugins import plugin_line
 from ludus.rewards.base import Reward
-from ludus.types import Action, Message, StepResult, Task
+from ludus.rollouts.agent_session import AgentSession
+from ludus.rollouts.episode import ChatSession, is_being_cancelled, world_errors
+from ludus.sandbox.local.namespaces import PausableTimeout
+from ludus.types import Action, Message, StepResult, StopReason, Task, Timings, Trajectory
 
-_STDERR_TAIL = 2000  # characters of a program's standard error in a message
+log = logging.getLogger(__name__)
+
+_STOP_S: Final = 10.0
+"""Time for an agent to end after it was cancelled."""
+_STDERR_TAIL: Final = 2000  # characters of a program's standard error in a message
 
 
 class AgentError(RuntimeError):
@@ -51,16 +64,26 @@ class TaskOffer:
     _taken: asyncio.Event = field(default_factory=asyncio.Event)
     _seen: asyncio.Event = field(default_factory=asyncio.Event)
     _result: AgentResult | None = None
+    _held: int = 0
 
     def take(self) -> bool:
         """Return whether the client that calls this gets the task."""
         taken, self.is_open = self.is_open, False
-        self._loop.call_soon_threadsafe(self._taken.set)
+        try:
+            self._loop.call_soon_threadsafe(self._taken.set)
+        except RuntimeError:  # the loop of an earlier run is closed
+            return False
         return taken
+
+    def hold(self, num: int) -> None:
+        """Count requests that wait for a reply; the lease does not run meanwhile."""
+        self._held += num
+        self.touch()
 
     def touch(self) -> None:
         """Renew the lease."""
-        self._loop.call_soon_threadsafe(self._seen.set)
+        with suppress(RuntimeError):  # the run has ended
+            self._loop.call_soon_threadsafe(self._seen.set)
 
     def finish(self, answer: str | None, reward: float | None, error: str) -> None:
         """Set the result."""
@@ -73,7 +96,7 @@ class TaskOffer:
             await self._taken.wait()
             while self._result is None:
                 self._seen.clear()
-                async with asyncio.timeout(lease_s):
+                async with asyncio.timeout(None if self._held else lease_s):
                     await self._seen.wait()
         except TimeoutError:
             raise WorldError(f"The agent of task {self.task.id} was silent for {lease_s:g} s.") from None
@@ -81,10 +104,11 @@ class TaskOffer:
             self.is_open = False
         return self._result
 
-    def body(self) -> dict[str, object]:
+    def body(self, origin: str = "") -> dict[str, object]:
         """Return the offer as JSON values."""
         task = {"id": self.task.id, "messages": list(self.messages), "tags": dict(self.task.tags)}
-        return {"task": task, "base_url": self.address[0], "api_key": self.address[1]}
+        base_url = f"{origin}{urlsplit(self.address[0]).path}" if origin else self.address[0]
+        return {"task": task, "base_url": base_url, "api_key": self.address[1]}
 
 
 class ExternalAgent(Environment):
@@ -145,19 +169,28 @@ async def run_program(
         )
     except OSError as error:
         raise WorldError(f"The agent {settings.command[0]!r} does not start: {error.strerror or error}.") from error
+    exchange = asyncio.create_task(process.communicate(data.encode()))
     try:
         async with asyncio.timeout(settings.timeout_s):
-            out, err = await process.communicate(data.encode())
+            while process.returncode is None:  # `wait` waits for all who hold the pipes, too
+                await asyncio.sleep(0.05)
+            _kill_group(process.pid)  # others that hold its standard output
+            out, err = await exchange
     except TimeoutError:
         raise AgentError(f"The agent took longer than {settings.timeout_s:g} s.") from None
     finally:
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
+        _kill_group(process.pid)
+        exchange.cancel()
     if process.returncode:
         tail = err.decode(errors="replace").strip()[-_STDERR_TAIL:]
         raise AgentError(f"The agent exited with {process.returncode}: {tail}")
     text = out.decode(errors="replace").strip()
     return AgentResult(text or None)
+
+
+def _kill_group(number: int) -> None:
+    with suppress(ProcessLookupError):
+        os.killpg(number, signal.SIGKILL)
 
 
 def agent_environment(address: tuple[str, str]) -> dict[str, str]:
@@ -166,3 +199,127 @@ def agent_environment(address: tuple[str, str]) -> dict[str, str]:
     names = {"OPENAI_BASE_URL": base_url, "OPENAI_API_BASE": base_url, "OPENAI_API_KEY": api_key}
     names |= {"ANTHROPIC_BASE_URL": base_url.removesuffix("/v1"), "ANTHROPIC_API_KEY": api_key}
     return child_environment(names)
+
+
+class AgentServer(Protocol):
+    """A server of sessions for agents that know only a base URL. Clients that ask for tasks get the `offers`."""
+
+    @property
+    def offers(self) -> SimpleQueue[TaskOffer]: ...
+
+    async def add(self, session: AgentSession) -> tuple[str, str]:
+        """Accept requests for a session; return its base URL and API key."""
+
+    def remove(self, session: AgentSession) -> None:
+        """Refuse requests for a session."""
+
+
+@dataclass(frozen=True)
+class AgentRunner:
+    """Run episodes of agents. `server` is needed if they use a base URL; `serial` as in `AgentSession`."""
+
+    server: AgentServer | None = None
+    serial: bool = False
+
+    async def run(
+        self,
+        task: Task,
+        sample: int,
+        environment: Environment,
+        make_chat: Callable[[], ChatSession],
+        limits: RolloutConfig,
+    ) -> Trajectory:
+        """Run one episode to its end without scoring. Raises WorldError and EngineError."""
+        started, begin = time.time(), time.perf_counter()
+        async with self._session(make_chat, limits) as session:
+            stop = await _drive(task, environment, session)
+            if session.error is not None:
+                raise session.error
+            total_s, model_s = time.perf_counter() - begin, sum(session.seconds)
+            waited_s = session.timeout.paused_s if session.timeout is not None else 0.0
+            segments = session.segments()
+        return Trajectory(
+            task_id=task.id,
+            sample=sample,
+            segments=segments,
+            messages=tuple(_with_answer(session.messages or task.prompt, session.answer)),
+            stop_reason=stop,
+            tags=dict(task.tags),
+            shared_reward=True,
+            timings=Timings(total_s - waited_s, model_s - waited_s, max(0.0, total_s - model_s), begin=started),
+        )
+
+    @asynccontextmanager
+    async def _session(
+        self, make_chat: Callable[[], ChatSession], limits: RolloutConfig
+    ) -> AsyncIterator[AgentSession]:
+        session = AgentSession(make_chat, limits, self.serial)
+        if self.server is not None:
+            session.address = await self.server.add(session)
+        try:
+            yield session
+        finally:
+            session.close()
+            if self.server is not None:
+                self.server.remove(session)
+
+
+def _with_answer(messages: Sequence[Message], answer: str | None) -> Sequence[Message]:
+    """Return the messages, followed by the agent's answer unless it is the policy's last message."""
+    if answer is None or messages[-1]["content"].strip() == answer.strip():
+        return messages
+    return [*messages, Message(role="assistant", content=answer)]
+
+
+async def _run_agent(task: Task, environment: Environment, session: AgentSession) -> None:
+    """Run the agent and close the environment, in one task. Raises RuntimeError if the agent ends its own task."""
+    try:
+        await environment.drive(task, session)
+    except asyncio.CancelledError as error:
+        if is_being_cancelled():
+            raise
+        raise RuntimeError("The agent cancelled itself.") from error
+    except SystemExit as error:
+        raise RuntimeError(f"The agent called sys.exit({error.code!r}).") from error
+    finally:
+        with world_errors("The environment's close raised"):
+            await environment.close()
+
+
+async def _drive(task: Task, environment: Environment, session: AgentSession) -> StopReason:
+    """Run the agent until it returns, fails, or the rollout ends at a limit."""
+    try:
+        async with asyncio.timeout(session.limits.episode_timeout_s) as deadline:
+            session.timeout = PausableTimeout(deadline)
+            agent = asyncio.create_task(_run_agent(task, environment, session))
+            ended = asyncio.create_task(session.ended.wait())
+            try:
+                await asyncio.wait({agent, ended}, return_when=asyncio.FIRST_COMPLETED)
+            finally:
+                for one in (agent, ended):
+                    one.cancel()
+                await asyncio.wait({agent, ended}, timeout=_STOP_S)
+    except TimeoutError:
+        if not deadline.expired():
+            raise
+        return StopReason.TIMEOUT
+    if session.stop is not None:
+        return session.stop
+    return _result_of(agent, task, session)
+
+
+def _result_of(agent: asyncio.Task[None], task: Task, session: AgentSession) -> StopReason:
+    """Return the stop reason of an agent that has ended. Raises WorldError if it failed before the first reply."""
+    error = agent.exception()
+    if error is None and session.num_turns:
+        return StopReason.ANSWERED
+    if error is None:
+        raise WorldError(f"The agent ended task {task.id} without a request to the policy.")
+    if isinstance(error, WorldError | EngineError):
+        raise error
+    where = plugin_line(error) if isinstance(error, Exception) else ""
+    text = f"The agent raised {describe_error(error)}{f' ({where})' if where else ''}"
+    if not session.num_turns:
+        raise WorldError(text) from error
+    log.warning("Task %s: %s", task.id, text)
+    return StopReason.AGENT_FAILED

@@ -14,31 +14,29 @@ import logging
 import re
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import asynccontextmanager, contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import seed_for
 from ludus.envs.tool_env import describe_error
-from ludus.errors import LudusError, UserError, WorldError
-from ludus.plugins import plugin_line
-from ludus.rollouts.episode import EPISODE_TIMEOUT, ChatSession, EngineChatSession
+from ludus.errors import EngineError, LudusError, RequestRejected, UserError
+from ludus.rollouts.episode import EPISODE_TIMEOUT, ChatSession, EngineChatSession, is_being_cancelled
 from ludus.rollouts.trees import join_rows
 from ludus.sandbox.local.namespaces import PausableTimeout
-from ludus.types import JSON, Action, Guide, Message, Segment, StopReason, Task, Timings, Trajectory
+from ludus.types import JSON, Action, Guide, Message, SamplingParams, Segment, StopReason
 
 if TYPE_CHECKING:
-    from collections.abc import AsyncIterator
-    from queue import SimpleQueue
-
-    from ludus.envs.base import AgentClient, Environment
-    from ludus.rollouts.agent_runs import TaskOffer
+    from ludus.envs.base import AgentClient
     from ludus.tools.base import Tool
 
 log = logging.getLogger(__name__)
 
+_STOP_S = 10.0  # time that a cancelled agent has to end
+MAX_REQUESTS = 10
+"""Maximum number of requests, failed and cancelled ones included, as a multiple of `max_turns`."""
 _OWN_ID = re.compile(r"call_\d+_\d+")  # ids that parsers assign
 
 
@@ -62,6 +60,8 @@ class _Row:
     of: int = 0
     shared: int = 0
     end: int = 0
+    params: SamplingParams | None = None
+    """Those of the trainer, without the limits of the request that is being sampled."""
     is_open: bool = True
     """Whether the next request may extend it: no request is being sampled, and the last one was committed."""
 
@@ -97,6 +97,8 @@ class PendingTurn:
     num_prompt_tokens: int
     num_tokens: int
     commit: Callable[[], None]
+    stopped_by: str = ""
+    """The stop string of the request that ended the reply."""
 
 
 @dataclass(eq=False)
@@ -125,6 +127,8 @@ class AgentSession:
     _rows: list[_Row] = field(init=False, default_factory=list)
     _turns: dict[bytes, list[_Turn]] = field(init=False, default_factory=dict)
     _num_requests: int = field(init=False, default=0)
+    _num_running: int = field(init=False, default=0)
+    _acting: set[asyncio.Task[Action | StopReason]] = field(init=False, default_factory=set)
     _lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
     def num_tokens(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
@@ -152,11 +156,21 @@ class AgentSession:
             raise RolloutEnded(self.stop)
         if not messages or messages[-1]["role"] == "assistant":
             raise InvalidRequest("The last message must not be the assistant's.")
-        if self._num_requests >= self.limits.max_turns:
+        too_many = self._num_requests >= MAX_REQUESTS * self.limits.max_turns
+        if too_many or self.num_turns + self._num_running >= self.limits.max_turns:
             raise self.end(StopReason.MAX_TURNS)
+        self._num_running += 1
+        try:
+            return await self._sample(messages, tools, limits)
+        finally:
+            self._num_running -= 1
+
+    async def _sample(self, messages: Sequence[Message], tools: Sequence[Tool], limits: ReplyLimits) -> PendingTurn:
         self._num_requests += 1
         request = self._num_requests
         async with self._lock if self.serial else nullcontext():
+            if self.stop is not None:
+                raise RolloutEnded(self.stop)
             try:
                 row, found = self._row_for(messages, tools)
             except (UserError, ValueError, TypeError, LookupError, RecursionError) as error:  # templates raise anything
@@ -166,7 +180,7 @@ class AgentSession:
             number = len(self._rows[row].chat.segments)
             if found is not None:
                 raise self.end(found)
-            with self._limited(self._rows[row].chat, limits, tools):
+            with self._limited(self._rows[row], limits, tools):
                 begin = time.perf_counter()
                 action = await self._act(self._rows[row].chat)
                 seconds = time.perf_counter() - begin
@@ -177,7 +191,8 @@ class AgentSession:
                 self._rows[row].end = len(chat.segments)
             raise self.end(action)
 
-        action = _with_ids(_cut(action, limits.stop), f"{self._salt}{request}")
+        action, stopped_by = _cut(action, limits.stop)
+        action = _with_ids(action, f"{self._salt}{request}")
         num_tokens = sum(len(segment.tokens) for segment in chat.segments[number:])
 
         def commit() -> None:
@@ -186,7 +201,7 @@ class AgentSession:
             if action.finish_reason == "length" and num_tokens != limits.max_tokens:
                 self.end(StopReason.TRUNCATED)
 
-        return PendingTurn(action, num_prompt, num_tokens, commit)
+        return PendingTurn(action, num_prompt, num_tokens, commit, stopped_by)
 
     def end(self, reason: StopReason) -> RolloutEnded:
         """End the rollout, unless it has ended, and return the error for its client."""
@@ -197,6 +212,8 @@ class AgentSession:
     def close(self) -> None:
         """Release all rows in the engine; later requests raise RolloutEnded."""
         self.end(StopReason.ANSWERED)
+        for one in self._acting:
+            one.cancel()
         for row in self._rows:
             row.chat.close()
 
@@ -223,7 +240,20 @@ class AgentSession:
     async def _act(self, chat: ChatSession) -> Action | StopReason:
         token = EPISODE_TIMEOUT.set(self.timeout)
         try:
-            return await chat.act()
+            acting = asyncio.create_task(chat.act())
+            self._acting.add(acting)
+            acting.add_done_callback(self._acting.discard)
+            return await acting
+        except asyncio.CancelledError as error:
+            if is_being_cancelled():
+                raise
+            if self.stop is not None:
+                raise RolloutEnded(self.stop) from None
+            self.error = EngineError("The policy's turn was cancelled from inside the engine.")
+            self.end(StopReason.FAILED)
+            raise self.error from error
+        except RequestRejected as error:  # by the client's guide
+            raise InvalidRequest(error.message) from error
         except LudusError as error:
             self.error = error
             self.end(StopReason.FAILED)
@@ -232,17 +262,22 @@ class AgentSession:
             EPISODE_TIMEOUT.reset(token)
 
     @contextmanager
-    def _limited(self, chat: ChatSession, limits: ReplyLimits, tools: Sequence[Tool]) -> Iterator[None]:
+    def _limited(self, row: _Row, limits: ReplyLimits, tools: Sequence[Tool]) -> Iterator[None]:
         """Apply the limits of a request to the next action of a dialogue."""
+        chat = row.chat
         if not isinstance(chat, EngineChatSession):
             yield
             return
         before, guide = chat.params, limits.guide
+        row.params = before
         if limits.must_call:
             callable_tools = [tool for tool in tools if limits.call_of in ("", tool.name)]
             if not callable_tools:
                 raise InvalidRequest("tool_choice requires a call, but the request has no such tool.")
-            guide = chat.renderer.guide(callable_tools, required=True)
+            try:
+                guide = chat.renderer.guide(callable_tools, required=True)
+            except UserError as error:
+                raise InvalidRequest(error.message) from error
         most = min(limits.max_tokens or before.max_new_tokens, before.max_new_tokens)
         chat.params = replace(before, max_new_tokens=most, stop=limits.stop, guide=guide or before.guide)
         try:
@@ -263,7 +298,7 @@ class AgentSession:
         chat = self._new_chat()
         self._log_new_row(messages)
         self._rows.append(_Row(chat))
-        return len(self._rows) - 1, chat.open(messages, tools)
+        return len(self._rows) - 1, chat.open([*map(_renderable, messages)], tools)
 
     def _log_new_row(self, messages: Sequence[Message]) -> None:
         """Log, at the level DEBUG, the first message that differs from the last committed dialogue."""
@@ -284,7 +319,9 @@ class AgentSession:
         if not isinstance(row.chat, EngineChatSession):
             return None
         name, seed = self._identity(row.chat)
-        self._rows.append(_Row(row.chat.fork(name, seed, turn.end), turn.row, turn.end, turn.end))
+        fork = row.chat.fork(name, seed, turn.end)
+        fork.params = row.params or fork.params  # not the limits of a request that the row is sampling
+        self._rows.append(_Row(fork, turn.row, turn.end, turn.end))
         return len(self._rows) - 1
 
     def _new_chat(self) -> ChatSession:
@@ -309,15 +346,16 @@ class AgentSession:
         self._turns.setdefault(digest, []).append(_Turn(row, one.end, action.message))
 
 
-def _cut(action: Action, stop: tuple[str, ...]) -> Action:
-    """Return the action with its text up to the first stop string, as servers return it."""
+def _cut(action: Action, stop: tuple[str, ...]) -> tuple[Action, str]:
+    """Return the action with its text up to the first stop string, as servers return it, and that string."""
     content = action.message["content"]
-    ends = [found for text in stop if (found := content.find(text)) >= 0]
+    ends = [(found, text) for text in stop if text and (found := content.find(text)) >= 0]
     if not ends:
-        return action
+        return action, ""
     message = action.message.copy()
-    message["content"] = content[: min(ends)]
-    return replace(action, message=message)
+    end, text = min(ends)
+    message["content"] = content[:end]
+    return replace(action, message=message), text
 
 
 def _with_ids(action: Action, prefix: str) -> Action:
@@ -361,6 +399,19 @@ def _canonical(message: Message) -> bytes:
     return json.dumps(parts, sort_keys=True).encode() + b"\n"
 
 
+def _renderable(message: Message) -> Message:
+    """Return the message with calls whose arguments are no JSON object as text, since templates cannot render them."""
+    calls = message.get("tool_calls", [])
+    odd = [call for call in calls if not isinstance(_json_value(call["function"]["arguments"]), dict)]
+    if not odd:
+        return message
+    rendered = message.copy()
+    texts = [f"{call['function']['name']}({call['function']['arguments']})" for call in odd]
+    rendered["content"] = "\n".join([message["content"], *texts]).strip()
+    rendered["tool_calls"] = [call for call in calls if call not in odd]
+    return rendered
+
+
 def _json_value(text: str) -> object:
     try:
         return _whole_numbers(json.loads(text))
@@ -385,114 +436,3 @@ def _best(turns: Sequence[_Turn], given: Message) -> _Turn:
         return ids[0] == ids[1], turn.reply.get("reasoning_content") == given.get("reasoning_content")
 
     return max(reversed(turns), key=agreement)
-
-
-class AgentServer(Protocol):
-    """A server of sessions for agents that know only a base URL. Clients that ask for tasks get the `offers`."""
-
-    @property
-    def offers(self) -> SimpleQueue[TaskOffer]: ...
-
-    async def add(self, session: AgentSession) -> tuple[str, str]:
-        """Accept requests for a session; return its base URL and API key."""
-
-    def remove(self, session: AgentSession) -> None:
-        """Refuse requests for a session."""
-
-
-@dataclass(frozen=True)
-class AgentRunner:
-    """Run episodes of agents. `server` is needed if they use a base URL; `serial` as in `AgentSession`."""
-
-    server: AgentServer | None = None
-    serial: bool = False
-
-    async def run(
-        self,
-        task: Task,
-        sample: int,
-        environment: Environment,
-        make_chat: Callable[[], ChatSession],
-        limits: RolloutConfig,
-    ) -> Trajectory:
-        """Run one episode to its end without scoring. Raises WorldError and EngineError."""
-        started, begin = time.time(), time.perf_counter()
-        async with self._session(make_chat, limits) as session:
-            stop = await _drive(task, environment, session)
-            if session.error is not None:
-                raise session.error
-            total_s, model_s = time.perf_counter() - begin, sum(session.seconds)
-            waited_s = session.timeout.paused_s if session.timeout is not None else 0.0
-            segments = session.segments()
-        return Trajectory(
-            task_id=task.id,
-            sample=sample,
-            segments=segments,
-            messages=tuple(_with_answer(session.messages or task.prompt, session.answer)),
-            stop_reason=stop,
-            tags=dict(task.tags),
-            shared_reward=True,
-            timings=Timings(total_s - waited_s, model_s - waited_s, total_s - model_s, begin=started),
-        )
-
-    @asynccontextmanager
-    async def _session(
-        self, make_chat: Callable[[], ChatSession], limits: RolloutConfig
-    ) -> AsyncIterator[AgentSession]:
-        session = AgentSession(make_chat, limits, self.serial)
-        if self.server is not None:
-            session.address = await self.server.add(session)
-        try:
-            yield session
-        finally:
-            session.close()
-            if self.server is not None:
-                self.server.remove(session)
-
-
-def _with_answer(messages: Sequence[Message], answer: str | None) -> Sequence[Message]:
-    """Return the messages, followed by the agent's answer unless it is the policy's last message."""
-    if answer is None or messages[-1]["content"].strip() == answer.strip():
-        return messages
-    return [*messages, Message(role="assistant", content=answer)]
-
-
-async def _drive(task: Task, environment: Environment, session: AgentSession) -> StopReason:
-    """Run the agent until it returns, fails, or the rollout ends at a limit."""
-    try:
-        async with asyncio.timeout(session.limits.episode_timeout_s) as deadline:
-            session.timeout = PausableTimeout(deadline)
-            agent = asyncio.create_task(environment.drive(task, session))
-            ended = asyncio.create_task(session.ended.wait())
-            try:
-                await asyncio.wait({agent, ended}, return_when=asyncio.FIRST_COMPLETED)
-            finally:
-                for one in (agent, ended):
-                    one.cancel()
-                await asyncio.wait({agent, ended})
-    except TimeoutError:
-        if not deadline.expired():
-            raise
-        return StopReason.TIMEOUT
-    finally:
-        await environment.close()
-    if session.stop is not None:
-        return session.stop
-    return _result_of(agent, task, session)
-
-
-def _result_of(agent: asyncio.Task[None], task: Task, session: AgentSession) -> StopReason:
-    """Return the stop reason of an agent that has ended. Raises WorldError if it failed before the first reply."""
-    error = agent.exception()
-    if error is None and session.num_turns:
-        return StopReason.ANSWERED
-    if error is None:
-        raise WorldError(f"The agent ended task {task.id} without a request to the policy.")
-    if isinstance(error, LudusError):
-        raise error
-    where = plugin_line(error) if isinstance(error, Exception) else ""
-    text = f"The agent raised {describe_error(error)}{f' ({where})' if where else ''}"
-    if not session.num_turns:
-        raise WorldError(text) from error
-    log.warning("Task %s: %s", task.id, text)
-    return StopReason.AGENT_FAILED

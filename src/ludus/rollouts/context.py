@@ -85,6 +85,8 @@ class ManagedChatSession:
         kind = self.settings.strategy
         if kind != "summarize":
             shorter = drop_outputs(self._messages, self.settings.keep_turns)
+            if kind == "drop" and shorter == self._messages:
+                return self._chat.observe(waiting)
             if kind == "drop" or self._fits(shorter):
                 return self._next_row(shorter)
         if (stop := self._chat.observe([*waiting, Message(role="user", content=self.settings.prompt)])) is not None:

@@ -20,8 +20,7 @@ from ludus.engines.base import ContinuesActions, Engine, Request, seed_for
 from ludus.envs.base import World
 from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
-from ludus.rollouts.agent_runs import ExternalAgent
-from ludus.rollouts.agent_session import AgentRunner, AgentServer
+from ludus.rollouts.agent_runs import AgentRunner, AgentServer, ExternalAgent
 from ludus.rollouts.context import ManagedChatSession
 from ludus.rollouts.episode import (
     ChatSession,
@@ -342,7 +341,8 @@ def engine_scheduler(
     world: World, engine: Engine, renderer: Renderer, rollout: RolloutConfig, plan: SamplingPlan, ledger: Ledger
 ) -> Scheduler:
     """Return a scheduler on `engine`; in lockstep if runs are reproducible and it is not batch-invariant."""
-    lockstep = LockstepEngine(engine) if rollout.reproducible and not engine.batch_invariant else None
+    joint = rollout.reproducible and not engine.batch_invariant and not rollout.agent.remote
+    lockstep = LockstepEngine(engine) if joint else None
     if rollout.guided_tools:
         renderer.guide(())
 

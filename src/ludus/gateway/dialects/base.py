@@ -62,7 +62,7 @@ def function_tool(name: str, description: str | None, parameters: Mapping[str, J
 
 def function_call(call_id: str, name: str, arguments: str) -> MessageToolCall:
     """Return a call of an assistant message."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
 
 
 def schema_guide(schema: object) -> Guide | None:

@@ -45,8 +45,10 @@ class SessionChatRequest(ChatRequest):
 def parse(raw: bytes, _: Histories) -> SessionRequest:
     """Return the request of a body. Raises BadRequest. Temperature and filters are the trainer's and are ignored."""
     body = read_body(SessionChatRequest, raw)
-    if body.logprobs:
-        raise BadRequest("logprobs = true is not supported.")
+    fixed = {"logprobs", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"}
+    for name, value in body.model_dump(include=fixed).items():
+        if value:
+            raise BadRequest(f"{name} is not supported.")
     tools = body.tools or [] if body.tool_choice != "none" else []
     length = body.max_completion_tokens or body.max_tokens
     limits = ReplyLimits(length, body.stops, body.guide, body.must_call, body.call_of)

@@ -80,10 +80,11 @@ class MessagesRequest(BaseModel):
     model: str = "policy"
     max_tokens: int | None = Field(None, ge=1)
     system: Content = ""
-    tools: list[_Tool] = []
-    tool_choice: _Choice = _Choice(type="auto")
-    stop_sequences: list[str] = []
-    stream: bool = False
+    tools: list[_Tool] | None = None
+    tool_choice: _Choice | None = None
+    stop_sequences: list[str] | None = None
+    stream: bool | None = False
+    output_config: dict[str, JsonValue] | None = None
 
 
 def parse(raw: bytes, _: Histories) -> SessionRequest:
@@ -93,16 +94,18 @@ def parse(raw: bytes, _: Histories) -> SessionRequest:
     messages = [Message(role="system", content=system)] if system else []
     for said in body.messages:
         messages += _messages(said)
-    tools = [tool for tool in body.tools if tool.input_schema is not None] if body.tool_choice.type != "none" else []
-    choice = body.tool_choice
+    if (body.output_config or {}).get("format") is not None:
+        raise BadRequest("output_config.format is not supported.")
+    choice = body.tool_choice or _Choice(type="auto")
+    tools = [tool for tool in body.tools or [] if tool.input_schema is not None] if choice.type != "none" else []
     must_call = choice.type in ("any", "tool")
-    limits = ReplyLimits(body.max_tokens, tuple(body.stop_sequences), None, must_call, choice.name)
+    limits = ReplyLimits(body.max_tokens, tuple(body.stop_sequences or ()), None, must_call, choice.name)
     return SessionRequest(
         messages,
         [function_tool(tool.name, tool.description, tool.input_schema) for tool in tools],
         limits,
         1,
-        body.stream,
+        bool(body.stream),
         body.model,
     )
 
@@ -156,7 +159,7 @@ def events(request: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> 
         yield "content_block_start", {"type": "content_block_start", **at, "content_block": empty}
         yield "content_block_delta", {"type": "content_block_delta", **at, "delta": delta}
         yield "content_block_stop", {"type": "content_block_stop", **at}
-    delta = {"stop_reason": whole["stop_reason"], "stop_sequence": None}
+    delta = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
     usage = {"output_tokens": turn.num_tokens}
     yield "message_delta", {"type": "message_delta", "delta": delta, "usage": usage}
     yield "message_stop", {"type": "message_stop"}
@@ -184,14 +187,14 @@ def _blocks(turn: PendingTurn) -> list[JsonBody]:
 
 
 def _message(request: SessionRequest, name: str, turn: PendingTurn) -> JsonBody:
-    reason = "tool_use" if turn.action.calls else "end_turn"
+    reason = "stop_sequence" if turn.stopped_by else "tool_use" if turn.action.calls else "end_turn"
     return {
         "id": f"msg_{name}",
         "type": "message",
         "role": "assistant",
         "model": request.model,
         "stop_reason": "max_tokens" if turn.action.finish_reason == "length" else reason,
-        "stop_sequence": None,
+        "stop_sequence": turn.stopped_by or None,
         "usage": {"input_tokens": turn.num_prompt_tokens, "output_tokens": turn.num_tokens},
     }
 

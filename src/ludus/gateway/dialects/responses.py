@@ -52,7 +52,7 @@ class _Item(BaseModel):
     content: str | list[_Part] | None = None
     call_id: str = ""
     name: str = ""
-    arguments: str = "{}"
+    arguments: str | None = "{}"
     output: str | list[_Part] = ""
     summary: list[_Part] = []
 
@@ -90,11 +90,11 @@ class ResponsesRequest(BaseModel):
     model_config = ConfigDict(extra="allow", hide_input_in_errors=True)
 
     input: str | Annotated[list[_Item], Field(fail_fast=True)]
-    model: str = "policy"
+    model: str | None = None
     instructions: str | None = None
     previous_response_id: str | None = None
-    tools: list[_Tool] = []
-    tool_choice: Literal["auto", "none", "required"] | _Choice = "auto"
+    tools: list[_Tool] | None = None
+    tool_choice: Literal["auto", "none", "required"] | _Choice | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     text: _Text | None = None
     stream: bool | None = None
@@ -113,8 +113,8 @@ def parse(raw: bytes, histories: Histories) -> SessionRequest:
     items = [_Item(content=body.input)] if isinstance(body.input, str) else body.input
     form = body.text.format if body.text is not None else None
     schema = None if form is None or form.type == "text" else form.schema_ or {"type": "object"}
-    tools = [tool for tool in body.tools if tool.type == "function"] if body.tool_choice != "none" else []
-    choice = body.tool_choice
+    choice = body.tool_choice or "auto"
+    tools = [tool for tool in body.tools or [] if tool.type == "function"] if choice != "none" else []
     named = choice.name if isinstance(choice, _Choice) else ""
     echo = {
         "instructions": body.instructions,
@@ -129,7 +129,7 @@ def parse(raw: bytes, histories: Histories) -> SessionRequest:
         ReplyLimits(body.max_output_tokens, (), schema_guide(schema), bool(named) or choice == "required", named),
         1,
         bool(body.stream),
-        body.model,
+        body.model or "policy",
         echo,
     )
 
@@ -147,7 +147,7 @@ def _messages(items: Sequence[_Item]) -> Iterator[Message]:
             continue
         said = said or Message(role="assistant", content="")
         if item.type == "function_call":
-            said.setdefault("tool_calls", []).append(function_call(item.call_id, item.name, item.arguments))
+            said.setdefault("tool_calls", []).append(function_call(item.call_id, item.name, item.arguments or ""))
         elif item.type == "message":
             said["content"] += _text(item.content)
         elif thought := _text(item.content) or _text(item.summary):
