@@ -279,7 +279,9 @@ class AgentSession:
             except UserError as error:
                 raise InvalidRequest(error.message) from error
         most = min(limits.max_tokens or before.max_new_tokens, before.max_new_tokens)
-        chat.params = replace(before, max_new_tokens=most, stop=tuple(filter(None, limits.stop)), guide=guide or before.guide)
+        chat.params = replace(
+            before, max_new_tokens=most, stop=tuple(filter(None, limits.stop)), guide=guide or before.guide
+        )
         try:
             yield
         finally:
