@@ -6,7 +6,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: setup docs bubblewrap demo demo-pretrained digests test lint types unit learning fault faults-matrix soak scale foreign browser trackers cluster security pages smollm2 vllm all-tests cold-start learning-table \
+.PHONY: setup docs bubblewrap demo demo-pretrained digests test lint types unit learning fault faults-matrix soak scale foreign browser trackers cluster security pages smollm2 vllm all-tests agents bench-agents cold-start learning-table \
 	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling bench-sandbox bench-async gpu algorithms-table async-correction modes-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -128,6 +128,15 @@ $(VLLM)/.ready: $(VENV)/.ready
 	site=$$($(VLLM)/bin/python -c 'import site; print(site.getsitepackages()[0])')/vllm-0.32.0+cpu.dist-info; \
 		mkdir -p "$$site" && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$$site/METADATA"
 	touch $@
+
+# The agents of examples/agents, each with its SDK.
+agents: $(VENV)/.ready
+	$(PY) -m pip install $(PIP_FLAGS) -r examples/agents/requirements.txt
+	$(PY) -m pytest tests/test_agents.py
+
+bench-agents: $(VENV)/.ready
+	$(PY) benchmarks/agent_sessions.py
+	$(PY) benchmarks/agent_sessions.py --engine none --sessions 500
 
 bench-vllm: $(VLLM)/.ready
 

@@ -52,5 +52,6 @@ def train(agent):
         run={"dir": args.dir, "seed": args.seed, "threads": 1},
     )
     before, after = (one for one in run.evaluations if one.plan.split == "test")
-    print(f"success: {before.rate:.1%} {before.interval} before, {after.rate:.1%} {after.interval} after")
+    for name, one in (("before", before), ("after", after)):
+        print(f"{name}: {one.rate:.1%} [{one.interval.low:.1%}, {one.interval.high:.1%}] of {one.plan.num_tasks} tasks")
     return run
