@@ -6,6 +6,7 @@ import threading
 from fractions import Fraction
 
 import pytest
+import sympy
 
 from ludus.rewards.math import math_verify, worker
 from ludus.rewards.math.math_verify import Expression, is_equal
@@ -61,3 +62,10 @@ def test_invalid_gold_answer_raises_error():
 def test_expressions_without_variables_have_no_ratio():
     one, two = (ExpressionNode("number", value=Fraction(digit)) for digit in (1, 2))
     assert worker.judge("ratio", one, two) == 0
+
+
+def test_power_is_bounded_by_the_bits_of_its_result():
+    two = sympy.Integer(2)  # two bits
+    assert worker._power(two, sympy.Integer(worker.MAX_BITS // 2)) == two ** (worker.MAX_BITS // 2)
+    with pytest.raises(worker.ExpressionRejected, match="beyond the bounds"):
+        worker._power(two, sympy.Integer(worker.MAX_BITS // 2 + 1))
