@@ -319,7 +319,10 @@ def _resolve(
     else:
         world, changes = AgentWorld.of(source, tasks, reward), {"name": "agent", "check": False}
     config = configuration(None, **settings)
-    return config.model_copy(update={"env": config.env.model_copy(update=changes)}), world
+    update: dict[str, object] = {"env": config.env.model_copy(update=changes)}
+    if world.runs_agents:  # their rewards are computed when they end
+        update["rollout"] = config.rollout.model_copy(update={"reward_processes": 0})
+    return config.model_copy(update=update), world
 
 
 def _with_model(

@@ -47,6 +47,7 @@ SHOWN = {
     "kl_rate": [{"policy/kl_reference": 0.05 * step} for step in range(4)],
     "gradient_spike": with_end(2, optim__grad_norm=9.0),
     "length_explosion": unsolved(with_end(5, response_length__mean=400.0), 0.3),
+    "agent_failures": with_end(1, episode__stop__agent_failed=0.6),
     "truncation": with_end(1, episode__stop__truncated=0.3, episode__stop__max_tokens=0.3),
     "repetition": with_end(3, text__repeated=0.6),
     "tool_loops": with_end(3, tools__repeated=0.4),

@@ -3,14 +3,15 @@
 import asyncio
 import json
 import sys
+from contextlib import nullcontext
 
 import httpx
 import pytest
 
 from ludus.config.sections.rollout import AgentConfig, RolloutConfig
-from ludus.errors import WorldError
+from ludus.errors import ConfigError, WorldError
 from ludus.gateway.sessions import SessionServer
-from ludus.rewards.base import score
+from ludus.rewards.base import check_scored_elsewhere, score
 from ludus.rollouts.agent_runs import AgentRunner, ExternalAgent
 from ludus.types import StopReason
 from small_worlds import RecordingWorld, in_order, make_chat, make_task, scripted
@@ -37,6 +38,9 @@ def play(settings, *lines, client=None, server=None):
         agent = ExternalAgent(world.environment(task), settings, server.offers)
         runner = AgentRunner(server).run(task, 0, agent, lambda: make_chat(engine), RolloutConfig())
         found, *_ = await asyncio.gather(runner, *([] if client is None else [client(server)]))
+        reads_environment = agent.rewards != world.rewards  # then scored in this process
+        with pytest.raises(ConfigError) if reads_environment else nullcontext():
+            check_scored_elsewhere(world.rewards, agent.rewards, agent)
         return score(agent.rewards, task, found)
 
     return asyncio.run(episode())
@@ -73,7 +77,7 @@ def test_background_process_of_a_program_does_not_hold_the_rollout():
 
 
 def remote(**settings):
-    return AgentConfig(remote=True, token_file="unused", **settings)
+    return AgentConfig(remote=True, token_file="unused", port=1, **settings)
 
 
 def client_that(*acts, token="t" * 20):
@@ -127,5 +131,7 @@ def test_settings_of_agents_are_checked():
         AgentConfig(command=["a"], remote=True, token_file="t")
     with pytest.raises(ValueError, match="token_file"):
         AgentConfig(remote=True)
+    with pytest.raises(ValueError, match="where clients ask"):
+        AgentConfig(remote=True, token_file="t")
     assert not RolloutConfig().agent.is_set
     assert json.loads(AgentConfig(command=["a"]).model_dump_json())["command"] == ["a"]

@@ -177,6 +177,19 @@ def test_ids_of_calls_are_unique_over_rollouts():
     assert len(set(found)) == 8
 
 
+def test_calls_without_offered_tools_are_text():
+    _, session = session_of(SEARCH, "b")
+
+    async def dialogue():
+        reply = await session.chat([user("one")])
+        assert "tool_calls" not in reply
+        assert '"name": "echo"' in reply["content"]
+        await session.chat([user("one"), Message(role="assistant", content=reply["content"]), user("two")])
+
+    run(dialogue())
+    assert len(row_tokens(session)) == 1
+
+
 def test_limits_end_the_rollout_and_later_requests_are_refused():
     _, session = session_of("a", "b", limits=RolloutConfig(max_turns=1))
 

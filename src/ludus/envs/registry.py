@@ -59,6 +59,11 @@ def _one_world(name: str, settings: Mapping[str, object], rollout: RolloutConfig
     limits = ToolLimits(timeout_s=rollout.tool_timeout_s, max_output=rollout.max_tool_output)
     file = Path(name.partition(":")[0]) if is_file_reference(name) else None
     path = f"{name}:make_world" if name.endswith(".py") else name
+    if name == "agent":
+        raise UserError(
+            "The run was trained on an agent function, which a command cannot load.",
+            "Use ludus.evaluate or ludus.rollout with world=AgentWorld.of(agent, tasks, reward) (docs/use/agents.md).",
+        )
     found = resolve_name(WORLDS[name]) if name in WORLDS else find_plugin("worlds", path, "env.name", WORLDS)
     factory = cast(Callable[[Mapping[str, object], ToolLimits], World], found)
     with plugin_errors(str(file), file.resolve()) if file else nullcontext():

@@ -188,7 +188,7 @@ class SessionServer:
         ]
         routes = [
             Route(f"{prefix}/{path}", partial(self._guarded, dialect, act), methods=[method])
-            for prefix in ("/s/{key}/v1", "/s/{key}", "/v1", "")
+            for prefix in ("/s/{key}/v1", "/s/{key}", "/v1", "", "/s/{key}/v1/v1", "/v1/v1")
             for method, endpoints in (("POST", posts), ("GET", gets))
             for path, dialect, act in endpoints
         ]

@@ -25,7 +25,6 @@ from ludus.envs.base import Environment, PolicySession
 from ludus.envs.tool_env import describe_error
 from ludus.errors import EngineError, WorldError
 from ludus.plugins import plugin_line
-from ludus.rewards.base import Reward
 from ludus.rollouts.agent_session import AgentSession
 from ludus.rollouts.episode import ChatSession, is_being_cancelled, world_errors
 from ludus.sandbox.local.namespaces import PausableTimeout
@@ -117,6 +116,7 @@ class ExternalAgent(Environment):
     def __init__(self, inner: Environment, settings: AgentConfig, offers: SimpleQueue[TaskOffer]) -> None:
         self._inner, self._settings, self._offers = inner, settings, offers
         self.tools, self.rewards = inner.tools, inner.rewards
+        self._reported = 0.0
 
     async def start(self, task: Task) -> list[Message]:
         return await self._inner.start(task)
@@ -139,14 +139,16 @@ class ExternalAgent(Environment):
         policy.answer = result.answer
         value = policy.reward if result.reward is None else result.reward
         if value is not None:
-            self.rewards = tuple(_reported(part, value) if part.outcome else part for part in self._inner.rewards)
+            self._reported = value
+            own = (replace(part, function=self._report) if part.outcome else part for part in self._inner.rewards)
+            self.rewards = tuple(own)
 
     async def close(self) -> None:
         await self._inner.close()
 
-
-def _reported(part: Reward, value: float) -> Reward:
-    return replace(part, function=lambda task, trajectory: value)
+    def _report(self, task: Task, trajectory: Trajectory) -> float:
+        """Return the reported reward. A method, so that it is read in this process."""
+        return self._reported
 
 
 async def run_program(

@@ -19,6 +19,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ludus.chat.render import decode_exactly
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import seed_for
 from ludus.envs.tool_env import describe_error
@@ -191,6 +192,9 @@ class AgentSession:
                 self._rows[row].end = len(chat.segments)
             raise self.end(action)
 
+        if action.calls and not tools and isinstance(chat, EngineChatSession):  # as text, since none were offered
+            text = decode_exactly(chat.renderer.tokenizer, chat.segments[-1].tokens, skip_special=True)
+            action = Action(Message(role="assistant", content=text), finish_reason=action.finish_reason)
         action, stopped_by = _cut(action, limits.stop)
         action = _with_ids(action, f"{self._salt}{request}")
         num_tokens = sum(len(segment.tokens) for segment in chat.segments[number:])

@@ -182,7 +182,7 @@ class AgentConfig(Section):
     host: str = "127.0.0.1"
     """Address on which requests are accepted."""
     port: int = Field(0, ge=0, lt=65536)
-    """Port on which requests are accepted; 0 is a free one."""
+    """Port on which requests are accepted; 0 is a free one, for programs only."""
     token_file: str | None = None
     """File with the token of clients that ask for tasks; if unset, none may ask."""
     lease_s: float = Field(120.0, gt=0)
@@ -198,6 +198,8 @@ class AgentConfig(Section):
             raise ValueError("rollout.agent.command and rollout.agent.remote are mutually exclusive")
         if self.remote and self.token_file is None:
             raise ValueError("rollout.agent.remote needs rollout.agent.token_file")
+        if self.remote and not self.port:
+            raise ValueError("rollout.agent.remote needs rollout.agent.port, where clients ask for tasks")
         return self
 
 

@@ -19,6 +19,7 @@ from ludus.config.schema import Config
 from ludus.config.sections.model import ScratchConfig
 from ludus.diagnostics.metrics import step_metrics
 from ludus.diagnostics.trackers import find_tracker
+from ludus.engines.control_tokens import read_token
 from ludus.engines.models import smollm2
 from ludus.envs.registry import WORLDS
 from ludus.errors import StorageError, UserError, did_you_mean
@@ -41,6 +42,8 @@ def check_new_run(config: Config, kind: StageKind) -> None:
         algorithm_of(config)
     check_extras(config)
     check_sources(config, kind)
+    if config.rollout.agent.token_file is not None:
+        read_token(Path(config.rollout.agent.token_file))
     if config.model.path == smollm2.NAME:
         smollm2.check_available()
     if config.model.from_scratch:
