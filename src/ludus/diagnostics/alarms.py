@@ -153,7 +153,7 @@ def send_alarm(url: str, run: str, step: int, raised: Alarm) -> Thread:
 
 
 def _check(function: Check) -> Check:
-    """Register the function of the alarm of its name. It returns the evidence, empty if there is no alarm."""
+    """Register the function of an alarm by its name. The function returns the evidence, or an empty text."""
     _CHECKS[function.__name__] = function
     return function
 

@@ -73,10 +73,7 @@ class AgentEnvironment(Environment):
 
 
 def agent_arguments(agent: AgentFunction, policy: PolicySession) -> dict[str, object]:
-    """Return the arguments of an agent function after the task: those of `URL_PARAMETERS` that it names, or `policy`.
-
-    Raises UserError if the policy is not served, but the function needs an address.
-    """
+    """Return the arguments of an agent function after the task: those of `URL_PARAMETERS` it names, or `policy`."""
     names = tuple(inspect.signature(agent).parameters)[1:]
     if not uses_url(agent):
         return dict.fromkeys(names[:1], policy)

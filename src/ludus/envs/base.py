@@ -261,16 +261,6 @@ class SessionWorld(SandboxWorld):
     """A world whose episodes have sessions of one sandbox."""
 
     @property
-    def runs_agents(self) -> bool:
-        """Whether its environments have `drive`."""
-        return False
-
-    @property
-    def needs_server(self) -> bool:
-        """Whether its agents call the policy under a base URL."""
-        return False
-
-    @property
     def episodes_at_once(self) -> int | None:
         """The sandbox's maximum number of sessions."""
         return self.sandbox.max_sessions
