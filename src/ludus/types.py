@@ -278,6 +278,9 @@ class Completion:
     top_logprobs: tuple[TopLogprobs, ...] = ()
 
 
+POLICY: Final = "policy"
+"""Name of the agent in an episode of one agent."""
+
 SegmentKind = Literal["prompt", "action", "observation"]
 
 
@@ -294,7 +297,7 @@ class Segment:
     tokens: tuple[int, ...]
     turn: int = 0
     parent: int | None = None
-    agent: str = "policy"
+    agent: str = POLICY
     logprobs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
@@ -349,7 +352,8 @@ class Trajectory:
 
     With `shared_reward` all rows belong to one attempt, as recorded from an agent that rewrites its context or has
     sub-agents: the rollout is one member of its group whatever its number of rows. Otherwise each row of a tree is an
-    attempt.
+    attempt. In a rollout of several agents, `agent_rewards` holds the reward of each by its name
+    (`Segment.agent`), and the rows of an agent are one attempt.
     """
 
     task_id: str
@@ -368,6 +372,7 @@ class Trajectory:
     anchors: tuple[str, ...] = ()
     turn_progress: tuple[float, ...] = ()
     shared_reward: bool = False
+    agent_rewards: Mapping[str, float] = field(default_factory=dict)
     timings: Timings = field(default=Timings(), compare=False)
 
     def __repr__(self) -> str:
@@ -410,29 +415,47 @@ class Trajectory:
         """Return one chain per row, with the messages, outcomes and rewards of its leaf if recorded.
 
         `turn_rewards`, `anchors` and `turn_progress`, one per action, are split accordingly. A chain is its own
-        only path and stays unchanged; with `shared_reward` the only path is a chain of all segments in row order.
+        only path and stays unchanged; with `shared_reward` the only path is a chain of all segments in row order, and
+        with `agent_rewards` there is such a path for each agent, with the agent's reward.
         """
-        if len(self.rows) == 1 or self.shared_reward:
-            return [Path(self._joined(), tuple(range(self.num_action_tokens)))]
+        last = len(self.rows) - 1
+        if not self.agent_rewards and (last < 1 or self.shared_reward):
+            return [Path(self._joined(), tuple(range(self.num_action_tokens)), last)]
         places: dict[int, range] = {}
         start = 0
         for i in dict.fromkeys(i for row in self.rows for i in row):
             if self.segments[i].kind == "action":
                 places[i] = range(start, start + len(self.segments[i].tokens))
                 start = places[i].stop
-        chains = [self._chain_of(number, actions) for number, actions in enumerate(self.row_actions)]
-        found = [tuple(place for i in row if i in places for place in places[i]) for row in self.rows]
-        return [Path(*pair) for pair in zip(chains, found, strict=True)]
+        if self.agent_rewards:
+            ends = {self.segments[row[-1]].agent: number for number, row in enumerate(self.rows)}
+            chains = [self._joined(agent) for agent in ends]
+            rows = [tuple(dict.fromkeys(i for row in self._rows_of(agent) for i in row)) for agent in ends]
+        else:
+            ends = {str(number): number for number in range(len(self.rows))}
+            chains = [self._chain_of(number, actions) for number, actions in enumerate(self.row_actions)]
+            rows = [*self.rows]
+        found = [tuple(place for i in row if i in places for place in places[i]) for row in rows]
+        return [Path(*one) for one in zip(chains, found, ends.values(), strict=True)]
 
     def attempts(self) -> list[Trajectory]:
         """Return the paths of a tree if its leaves are recorded, otherwise the trajectory itself."""
         return [path.trajectory for path in self.paths()] if self.leaves else [self]
 
-    def _joined(self) -> Trajectory:
-        if len(self.rows) == 1:
+    def _rows_of(self, agent: str) -> list[tuple[int, ...]]:
+        return [row for row in self.rows if self.segments[row[-1]].agent == agent]
+
+    def _joined(self, agent: str = "") -> Trajectory:
+        """Return all rows, or those of one agent with its reward, as one chain."""
+        if len(self.rows) == 1 and not agent:
             return self
-        segments = [self.segments[i] for i in dict.fromkeys(i for row in self.rows for i in row)]
-        return replace(self, segments=tuple(replace(segment, parent=None) for segment in segments))
+        rows = self._rows_of(agent) if agent else self.rows
+        segments = tuple(replace(self.segments[i], parent=None) for i in dict.fromkeys(i for row in rows for i in row))
+        if not agent:
+            return replace(self, segments=segments)
+        own = replace(self, segments=segments, turn_rewards=(), anchors=(), turn_progress=())
+        reward = self.agent_rewards[agent]
+        return replace(own, reward=reward, agent_rewards={agent: reward})
 
     def _chain_of(self, number: int, actions: Sequence[int]) -> Trajectory:
         chain = replace(
@@ -528,11 +551,13 @@ class Trajectory:
 class Path(NamedTuple):
     """Path from the root of a tree to a leaf, as a chain with the leaf's reward.
 
-    `places` are the indices of its action tokens among those of the whole trajectory, counted once in row order.
+    `places` are the indices of its action tokens among those of the whole trajectory, counted once in row order;
+    `row` is the index of its (last) row.
     """
 
     trajectory: Trajectory
     places: tuple[int, ...]
+    row: int = 0
 
 
 def _select(values: tuple[_T, ...], indices: Sequence[int]) -> tuple[_T, ...]:

@@ -415,3 +415,19 @@ def test_hanging_agent_ends_at_the_time_limit():
 
     found, _ = play(hangs, "one", limits=RolloutConfig(episode_timeout_s=0.2))
     assert (found.stop_reason, found.num_turns) == (StopReason.TIMEOUT, 1)
+
+
+# Several agents
+
+
+def test_agents_with_equal_dialogues_have_rows_of_their_own_and_rewards_by_name():
+    async def debates(task, policy):
+        replies = [await policy.chat([user(task)], agent=name) for name in ("pro", "con")]
+        more = [user(task), replies[0], user("again")]
+        return (await policy.chat(more, agent="pro"))["content"]
+
+    found, value = play(debates, "a", "b", "task 0", reward=lambda task, answer: {"pro": 1.0, "con": 0.0})
+    assert [[s.agent for s in found.segments if s.kind == "action"]] == [["pro", "pro", "con"]]
+    assert (len(found.rows), found.agent_rewards, value) == (2, {"pro": 1.0, "con": 0.0}, 0.5)
+    with pytest.raises(WorldError, match="rewards of pro, but not of con"):
+        play(debates, "a", "b", "task 0", reward=lambda task, answer: {"pro": 1.0})

@@ -126,10 +126,14 @@ def _agent_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
     rows = [len(t.rows) for t in finished]
     roots = [[len(s.tokens) for i, s in enumerate(t.segments) if i and s.parent == -1] for t in finished]
     tokens = sum(len(s.tokens) for t in finished for s in t.segments)
+    by_role: dict[str, list[float]] = {}
+    for agent, value in (pair for t in finished for pair in t.agent_rewards.items()):
+        by_role.setdefault(agent.partition("/")[0], []).append(value)
     return {
         "agent/rows/mean": mean(rows),
         "agent/rows/max": float(max(rows)),
         "agent/new_prompt_tokens": _share(sum(map(sum, roots)), tokens),
+        **{f"agent/reward/{role}": mean(values) for role, values in sorted(by_role.items())},
     }
 
 

@@ -13,6 +13,7 @@ import inspect
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from statistics import fmean
 
 from ludus.envs.base import Environment, PolicySession, World
 from ludus.envs.tool_env import describe_error
@@ -20,13 +21,13 @@ from ludus.envs.tool_world import split_of
 from ludus.errors import UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
-from ludus.types import Action, Message, StepResult, Task
+from ludus.types import POLICY, Action, Message, StepResult, Task
 from ludus.untrusted.worker import run_in_thread
 
 AgentFunction = Callable[..., object]
 """`agent(task, policy)` or `agent(task, base_url, api_key)`, plain or `async`; returns the answer."""
-RewardFunction = Callable[..., float]
-"""`reward(task, answer)`, in [0, 1]; 1 is a success."""
+RewardFunction = Callable[..., "float | Mapping[str, float]"]
+"""`reward(task, answer)`, in [0, 1]; 1 is a success. For several agents, the reward of each by its name."""
 URL_PARAMETERS = ("base_url", "api_key")
 
 
@@ -37,9 +38,9 @@ class Policy:
     session: PolicySession
     loop: asyncio.AbstractEventLoop
 
-    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Message:
-        """Return the policy's next message, as `PolicySession.chat`."""
-        return asyncio.run_coroutine_threadsafe(self.session.chat(messages, tools), self.loop).result()
+    def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = POLICY) -> Message:
+        """Return an agent's next message, as `PolicySession.chat`."""
+        return asyncio.run_coroutine_threadsafe(self.session.chat(messages, tools, agent), self.loop).result()
 
 
 class AgentEnvironment(Environment):
@@ -61,7 +62,11 @@ class AgentEnvironment(Environment):
             answer = await asyncio.wrap_future(run_in_thread("agent", partial(self._agent, task.truth, **given)))
         try:
             value = policy.reward if policy.reward is not None else self._reward(task.truth, answer)
-            self._value = float(await value if inspect.isawaitable(value) else value)
+            value = await value if inspect.isawaitable(value) else value
+            if isinstance(value, Mapping):
+                policy.agent_rewards |= {str(name): float(one) for name, one in value.items()}
+                value = fmean(policy.agent_rewards.values())
+            self._value = float(value)
         except Exception as error:  # boundary: user code; the cause is chained
             raise WorldError(f"The reward of task {task.id} raised {describe_error(error)}") from error
 

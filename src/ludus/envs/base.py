@@ -17,7 +17,7 @@ from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import TurnVerifier
 from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.base import Tool
-from ludus.types import Action, DataClass, Message, StepResult, Task, ToolOutcome
+from ludus.types import POLICY, Action, DataClass, Message, StepResult, Task, ToolOutcome
 
 
 def defines(instance: object, base: type, method: str) -> bool:
@@ -49,11 +49,22 @@ class PolicySession(Protocol):
     """The agent's answer, if it is not the policy's last message."""
     client: AgentClient | None
     """The remote client that runs the agent, if there is one."""
+    agent_rewards: dict[str, float]
+    """The reward of each agent by its name, set by an environment of several agents."""
 
-    async def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Message:
-        """Return the policy's next message, sampled as the continuation of the whole dialogue.
+    @property
+    def opponent(self) -> PolicySession | None:
+        """A past version of the policy, which is not trained, if `rollout.opponents` is set."""
 
-        Raises RuntimeError if the rollout has ended, for example at a limit of turns or tokens.
+    @property
+    def seed(self) -> int:
+        """Seed of the rollout, for the randomness of its environment."""
+
+    async def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = POLICY) -> Message:
+        """Return an agent's next message, sampled as the continuation of the whole dialogue.
+
+        Dialogues of agents with different names are separate. Raises RuntimeError if the rollout has ended, for
+        example at a limit of turns or tokens.
         """
 
 
@@ -215,6 +226,16 @@ class World(ABC):
     @property
     def runs_agents(self) -> bool:
         """Whether its environments have `drive`."""
+        return False
+
+    @property
+    def roles(self) -> Sequence[str]:
+        """Roles of the agents of its episodes: their names up to a slash; empty if an episode has one agent."""
+        return ()
+
+    @property
+    def needs_opponents(self) -> bool:
+        """Whether episodes of its training tasks use `PolicySession.opponent`."""
         return False
 
     @property

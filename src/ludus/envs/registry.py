@@ -25,6 +25,7 @@ from ludus.tools.base import Tool
 WORLDS: Mapping[str, str] = {
     "code": "ludus.worlds.code.world:make_code_world",
     "functions": "ludus.worlds.functions.world:make_functions_world",
+    "games": "ludus.worlds.games.world:make_games_world",
     "guess": "ludus.worlds.guess.world:make_guess_world",
     "math": "ludus.worlds.math.world:make_math_world",
     "search": "ludus.worlds.search.world:make_search_world",

@@ -12,7 +12,7 @@ import logging
 import os
 import signal
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
@@ -28,7 +28,8 @@ from ludus.plugins import plugin_line
 from ludus.rollouts.agent_session import AgentSession
 from ludus.rollouts.episode import ChatSession, is_being_cancelled, world_errors
 from ludus.sandbox.local.namespaces import PausableTimeout
-from ludus.types import Action, Message, StepResult, StopReason, Task, Timings, Trajectory
+from ludus.types import Action, Message, Segment, StepResult, StopReason, Task, Timings, Trajectory
+from ludus.untrusted.worker import close_pipes
 
 log = logging.getLogger(__name__)
 
@@ -183,6 +184,7 @@ async def run_program(
     finally:
         _kill_group(process.pid)
         exchange.cancel()
+        close_pipes(process)
     if process.returncode:
         tail = err.decode(errors="replace").strip()[-_STDERR_TAIL:]
         raise AgentError(f"The agent exited with {process.returncode}: {tail}")
@@ -216,12 +218,27 @@ class AgentServer(Protocol):
         """Refuse requests for a session."""
 
 
+class Opponents(Protocol):
+    """A past version of the policy."""
+
+    @property
+    def version(self) -> int: ...
+
+    def chat(self, make_chat: Callable[[], ChatSession]) -> ChatSession:
+        """Return a dialogue with the opponent, for the policy's."""
+
+
+OPPONENT_VERSION: Final = "opponent_version"
+"""Tag of a trajectory: the version of the opponent."""
+
+
 @dataclass(frozen=True)
 class AgentRunner:
     """Run episodes of agents. `server` is needed if they use a base URL; `serial` as in `AgentSession`."""
 
     server: AgentServer | None = None
     serial: bool = False
+    opponents: Opponents | None = None
 
     async def run(
         self,
@@ -240,14 +257,16 @@ class AgentRunner:
             total_s, model_s = time.perf_counter() - begin, sum(session.seconds)
             waited_s = session.timeout.paused_s if session.timeout is not None else 0.0
             segments = session.segments()
+            rewards = _rewards_of_agents(task, segments, session.agent_rewards)
         return Trajectory(
             task_id=task.id,
             sample=sample,
             segments=segments,
             messages=tuple(_with_answer(session.messages or task.prompt, session.answer)),
             stop_reason=stop,
-            tags=dict(task.tags),
+            tags={**task.tags, **({OPPONENT_VERSION: str(self.opponents.version)} if self.opponents else {})},
             shared_reward=True,
+            agent_rewards=rewards,
             timings=Timings(total_s - waited_s, model_s - waited_s, max(0.0, total_s - model_s), begin=started),
         )
 
@@ -255,15 +274,27 @@ class AgentRunner:
     async def _session(
         self, make_chat: Callable[[], ChatSession], limits: RolloutConfig
     ) -> AsyncIterator[AgentSession]:
-        session = AgentSession(make_chat, limits, self.serial)
+        past = self.opponents
+        opponent = None if past is None else AgentSession(lambda: past.chat(make_chat), limits)
+        session = AgentSession(make_chat, limits, self.serial, opponent=opponent)
         if self.server is not None:
             session.address = await self.server.add(session)
         try:
             yield session
         finally:
             session.close()
+            if opponent is not None:
+                opponent.close()
             if self.server is not None:
                 self.server.remove(session)
+
+
+def _rewards_of_agents(task: Task, segments: Sequence[Segment], rewards: Mapping[str, float]) -> dict[str, float]:
+    """Return the rewards of the agents with a turn. Raises WorldError if there are rewards, but not for all of them."""
+    agents = {segment.agent for segment in segments} if rewards else set()
+    if missing := sorted(agents - rewards.keys()):
+        raise WorldError(f"Task {task.id} has rewards of {', '.join(sorted(rewards))}, but not of {missing[0]}.")
+    return {name: value for name, value in rewards.items() if name in agents}
 
 
 def _with_answer(messages: Sequence[Message], answer: str | None) -> Sequence[Message]:

@@ -27,7 +27,7 @@ from ludus.errors import EngineError, LudusError, RequestRejected, UserError
 from ludus.rollouts.episode import EPISODE_TIMEOUT, ChatSession, EngineChatSession, is_being_cancelled
 from ludus.rollouts.trees import join_rows
 from ludus.sandbox.local.namespaces import PausableTimeout
-from ludus.types import JSON, Action, Guide, Message, SamplingParams, Segment, StopReason
+from ludus.types import JSON, POLICY, Action, Guide, Message, SamplingParams, Segment, StopReason
 
 if TYPE_CHECKING:
     from ludus.envs.base import AgentClient
@@ -58,6 +58,7 @@ class _Row:
     """A chain of turns. It shares its first `shared` segments with row `of`; `end` counts the committed segments."""
 
     chat: ChatSession
+    agent: str
     of: int = 0
     shared: int = 0
     end: int = 0
@@ -119,6 +120,8 @@ class AgentSession:
     messages: list[Message] = field(init=False, default_factory=list)
     """The messages of the last committed request, and its reply."""
     reward: float | None = field(init=False, default=None)
+    agent_rewards: dict[str, float] = field(init=False, default_factory=dict)
+    opponent: AgentSession | None = None
     answer: str | None = field(init=False, default=None)
     client: AgentClient | None = field(init=False, default=None)
     ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
@@ -132,21 +135,31 @@ class AgentSession:
     _acting: set[asyncio.Task[Action | StopReason]] = field(init=False, default_factory=set)
     _lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
+    @property
+    def seed(self) -> int:
+        """Seed of the rollout; 0 if its policy is an endpoint."""
+        chat = self.make_chat()
+        return chat.seed if isinstance(chat, EngineChatSession) else 0
+
     def num_tokens(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
         """Return the number of tokens of a dialogue as a prompt; 0 if the policy exposes no tokens."""
         chat = self.make_chat()
         return len(chat.renderer.prompt(messages, tools)) if isinstance(chat, EngineChatSession) else 0
 
-    async def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Message:
-        """Return the policy's next message. Raises RolloutEnded after the end of the rollout."""
-        pending = await self.sample(messages, tools)
+    async def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = POLICY) -> Message:
+        """Return an agent's next message. Raises RolloutEnded after the end of the rollout."""
+        pending = await self.sample(messages, tools, agent=agent)
         pending.commit()
         return pending.action.message
 
     async def sample(
-        self, messages: Sequence[Message], tools: Sequence[Tool] = (), limits: ReplyLimits = ReplyLimits()
+        self,
+        messages: Sequence[Message],
+        tools: Sequence[Tool] = (),
+        limits: ReplyLimits = ReplyLimits(),
+        agent: str = POLICY,
     ) -> PendingTurn:
-        """Sample the reply to a whole dialogue.
+        """Sample the reply to a whole dialogue of an agent, whose rows are separate from those of other agents.
 
         Temperature and filters are the trainer's. Raises RolloutEnded at a limit of the rollout, InvalidRequest for a
         dialogue that ends with an assistant message, and EngineError.
@@ -162,18 +175,20 @@ class AgentSession:
             raise self.end(StopReason.MAX_TURNS)
         self._num_running += 1
         try:
-            return await self._sample(messages, tools, limits)
+            return await self._sample(messages, tools, limits, agent)
         finally:
             self._num_running -= 1
 
-    async def _sample(self, messages: Sequence[Message], tools: Sequence[Tool], limits: ReplyLimits) -> PendingTurn:
+    async def _sample(
+        self, messages: Sequence[Message], tools: Sequence[Tool], limits: ReplyLimits, agent: str
+    ) -> PendingTurn:
         self._num_requests += 1
         request = self._num_requests
         async with self._lock if self.serial else nullcontext():
             if self.stop is not None:
                 raise RolloutEnded(self.stop)
             try:
-                row, found = self._row_for(messages, tools)
+                row, found = self._row_for(messages, tools, agent)
             except (UserError, ValueError, TypeError, LookupError, RecursionError) as error:  # templates raise anything
                 why = error.message if isinstance(error, UserError) else describe_error(error)
                 raise InvalidRequest(f"The messages cannot be rendered: {why}") from error
@@ -231,7 +246,10 @@ class AgentSession:
         kept = [number for number, row in enumerate(self._rows) if row.end > row.shared]
         places = {number: place for place, number in enumerate(kept)}
         rows = [self._rows[number] for number in kept]
-        chains = [(row.chat.segments[: row.end], places.get(row.of, 0), row.shared) for row in rows]
+        chains = [
+            ([replace(one, agent=row.agent) for one in row.chat.segments[: row.end]], places.get(row.of, 0), row.shared)
+            for row in rows
+        ]
         return tuple(_numbered(join_rows(chains)[0]))
 
     @cached_property
@@ -291,9 +309,9 @@ class AgentSession:
         finally:
             chat.params = before
 
-    def _row_for(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, StopReason | None]:
+    def _row_for(self, messages: Sequence[Message], tools: Sequence[Tool], agent: str) -> tuple[int, StopReason | None]:
         """Return the number of the row whose next action replies to the messages; also the limit that they exceed."""
-        for length, digest in reversed(list(_history_digests(messages, tools))):
+        for length, digest in reversed(list(_history_digests(messages, tools, agent))):
             tail = messages[length:]
             if digest not in self._turns or any(message["role"] == "assistant" for message in tail):
                 continue
@@ -303,7 +321,7 @@ class AgentSession:
                 return number, self._rows[number].chat.observe(tail)
         chat = self._new_chat()
         self._log_new_row(messages)
-        self._rows.append(_Row(chat))
+        self._rows.append(_Row(chat, agent))
         return len(self._rows) - 1, chat.open([*map(_renderable, messages)], tools)
 
     def _log_new_row(self, messages: Sequence[Message]) -> None:
@@ -327,7 +345,7 @@ class AgentSession:
         name, seed = self._identity(row.chat)
         fork = row.chat.fork(name, seed, turn.end)
         fork.params = row.params or fork.params  # not the limits of a request that the row is sampling
-        self._rows.append(_Row(fork, turn.row, turn.end, turn.end))
+        self._rows.append(_Row(fork, row.agent, turn.row, turn.end, turn.end))
         return len(self._rows) - 1
 
     def _new_chat(self) -> ChatSession:
@@ -348,7 +366,7 @@ class AgentSession:
         one = self._rows[row]
         one.end, one.is_open = len(one.chat.segments), True
         self.messages = [*messages, action.message]
-        *_, (_, digest) = _history_digests(self.messages, tools)
+        *_, (_, digest) = _history_digests(self.messages, tools, one.agent)
         self._turns.setdefault(digest, []).append(_Turn(row, one.end, action.message))
 
 
@@ -386,10 +404,10 @@ def _numbered(segments: Sequence[Segment]) -> Iterator[Segment]:
         yield replace(segment, turn=turns[-1])
 
 
-def _history_digests(messages: Sequence[Message], tools: Sequence[Tool]) -> Iterator[tuple[int, bytes]]:
-    """Yield length and digest of each part of a dialogue up to an assistant message, shortest first."""
+def _history_digests(messages: Sequence[Message], tools: Sequence[Tool], agent: str) -> Iterator[tuple[int, bytes]]:
+    """Yield length and digest of each part of an agent's dialogue up to an assistant message, shortest first."""
     schemas = [tool.schema for tool in tools]
-    digest = hashlib.blake2b(json.dumps(schemas, sort_keys=True).encode(), digest_size=16)
+    digest = hashlib.blake2b(json.dumps([agent, schemas], sort_keys=True).encode(), digest_size=16)
     for length, message in enumerate(messages, start=1):
         digest.update(_canonical(message))
         if message["role"] == "assistant":

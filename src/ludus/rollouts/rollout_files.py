@@ -9,7 +9,8 @@ A line is one object (`zcat step-000012.jsonl.gz | head -1 | jq .`), keys sorted
     outcome     outcome in the ledger: trained, masked, dropped, failed;   reason   its reason
     advantage   the trajectory's advantage, or null
     trajectory  task_id, sample, stop_reason, reward, rewards (by part), turn_rewards, leaf_rewards, shared_reward,
-                leaves (of a tree: messages, stop_reason, outcomes, rewards of each), anchors, tags, failure
+                agent_rewards, leaves (of a tree: messages, stop_reason, outcomes, rewards of each), anchors, tags,
+                failure
                 messages   the chat in the OpenAI format, including the prompt
                 outcomes   tool calls: call_id, tool, status, output, truncated, cost, retried
                 segments   kind, tokens, turn, parent, agent, logprobs, versions, finish_reason
@@ -48,6 +49,7 @@ _DEFAULTS_OF_OLD_FILES: Mapping[str, object] = {
     "cost": 0.0,
     "retried": False,
     "shared_reward": False,
+    "agent_rewards": {},
 }
 """Fields missing in older files, with their defaults."""
 

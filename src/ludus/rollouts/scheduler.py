@@ -20,7 +20,7 @@ from ludus.engines.base import ContinuesActions, Engine, Request, seed_for
 from ludus.envs.base import World
 from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
-from ludus.rollouts.agent_runs import AgentRunner, AgentServer, ExternalAgent
+from ludus.rollouts.agent_runs import AgentRunner, AgentServer, ExternalAgent, Opponents
 from ludus.rollouts.context import ManagedChatSession
 from ludus.rollouts.episode import (
     ChatSession,
@@ -183,6 +183,7 @@ class Scheduler:
     scoring: RewardExecutor = field(default_factory=ThreadRewardExecutor)
     branch: BranchConfig | None = None
     agents: AgentServer | None = None
+    opponents: Opponents | None = None
     _slots: asyncio.Semaphore | None = field(default=None, init=False)
 
     def capped(self, room: int | None) -> Scheduler:
@@ -290,7 +291,7 @@ class Scheduler:
             environment = ExternalAgent(environment, self.rollout.agent, self.agents.offers)
         one = (request.task, request.key.sample, environment)
         if environment.implements("drive"):
-            runner = AgentRunner(self.agents, serial=self.lockstep is not None)
+            runner = AgentRunner(self.agents, self.lockstep is not None, self.opponents)
             trajectory = await runner.run(*one, partial(self.make_chat, request), limits)
         else:
             session = self.make_chat(request)

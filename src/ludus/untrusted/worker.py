@@ -169,3 +169,8 @@ def _respond(responses: BinaryIO, result: object) -> None:
         body = pickle.dumps(RuntimeError(f"{type(result).__name__}: {result} ({error})"))
     responses.write(frame(body))
     responses.flush()
+
+
+def close_pipes(process: asyncio.subprocess.Process) -> None:
+    """Close the pipes of a child process that has ended; its own children may hold them open."""
+    process._transport.close()  # type: ignore[attr-defined] # there is no public way

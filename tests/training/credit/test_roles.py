@@ -68,9 +68,9 @@ def test_replayed_groups_use_current_role_averages_without_updating_them():
     before = sampler.algorithm_state
     again = sampler.replay_samples(replay.draw(1, algorithm, 0, 1))
     expected, _ = with_role_baselines(again, "chess", before.averages)
-    assert [credit.baseline for credit in again] == [credit.baseline for credit in expected]
+    assert [credit.baselines for credit in again] == [credit.baselines for credit in expected]
     assert again[0].advantage == pytest.approx(1.0 - before.averages.means["chess", "white"])
-    assert again[0].baseline > 0.5
+    assert again[0].baselines[0] > 0.5
     assert sampler.algorithm_state == before
 
 

@@ -203,6 +203,17 @@ class AgentConfig(Section):
         return self
 
 
+class OpponentsConfig(Section):
+    """Past versions of the policy as opponents, in environments that play against one."""
+
+    every: int = Field(0, ge=0)
+    """Number of steps between two saved versions; 0: there is no opponent."""
+    size: int = Field(5, ge=1)
+    """Number of versions of which one is the opponent of a step."""
+    sampling: Literal["win_rate", "uniform"] = "win_rate"
+    """`win_rate` prefers versions against which the policy has a low reward."""
+
+
 class SamplingSection(Section):
     """Sampling parameters."""
 
@@ -257,6 +268,7 @@ class RolloutConfig(SamplingSection):
     branch: BranchConfig = BranchConfig()
     agent: AgentConfig = AgentConfig()
     context: ContextConfig = ContextConfig()
+    opponents: OpponentsConfig = OpponentsConfig()
 
 
 class EngineConfig(Section):

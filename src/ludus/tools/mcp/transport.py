@@ -23,7 +23,7 @@ import anyio
 
 from ludus.types import JSON
 from ludus.untrusted.replies import PLAIN
-from ludus.untrusted.worker import LimitExceeded, call_bounded
+from ludus.untrusted.worker import LimitExceeded, call_bounded, close_pipes
 
 if TYPE_CHECKING:
     import httpx2
@@ -285,6 +285,7 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
         _kill_group(process, number)
     _kill_group(process, signal.SIGKILL)
     await _has_ended(process)
+    close_pipes(process)
 
 
 async def _has_ended(process: asyncio.subprocess.Process) -> bool:

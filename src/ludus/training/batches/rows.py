@@ -370,7 +370,11 @@ def check_trajectories(trajectories: Sequence[Trajectory]) -> None:
     """Raise LearnerError if a reward or a recorded log-probability is not finite."""
     for one in trajectories:
         recorded = tuple(lp for segment in one.segments for lp in segment.logprobs)
-        given = {"reward": (one.reward, *one.leaf_rewards), "reward of a turn": one.turn_rewards, RECORDED: recorded}
+        given = {
+            "reward": (one.reward, *one.leaf_rewards, *one.agent_rewards.values()),
+            "reward of a turn": one.turn_rewards,
+            RECORDED: recorded,
+        }
         for what, values in given.items():
             if fault := describe_fault(what, values, one.name):
                 raise LearnerError(fault, HINT)

@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
+from itertools import islice
 from typing import NamedTuple
 
 import torch
@@ -25,8 +26,17 @@ from ludus.envs.base import TaskSequence
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.scheduler import Episode
 from ludus.training.batches.rows import new_actions
-from ludus.training.credit.advantages import TrainingSample, compared_rewards, role_of, varied_groups
+from ludus.training.credit.advantages import (
+    TrainingSample,
+    any_of_group,
+    compared_rewards,
+    role_of,
+    role_of_agent,
+    varied_groups,
+)
 from ludus.types import WORLD_TAG, Task, Trajectory
+
+_NO_RESULTS = RoleBaselines(decay=0.98, initial=0.5)
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +46,7 @@ class AlgorithmState:
     `greso` is the state of GRESO and `position` its place in the task order. `initial_entropy` is the
     policy's mean entropy on the first batch, nats per token (`gtpo`). `untrained_tasks` are earlier tasks whose
     groups were not trained because the run left asynchronous mode. `untrained_counts` are counts of
-    `sample_metrics.count_untrained`.
+    `sample_metrics.count_untrained`. `opponents`: moving average of rewards against past versions.
     """
 
     averages: RoleBaselines = field(default_factory=RoleBaselines)
@@ -45,6 +55,7 @@ class AlgorithmState:
     initial_entropy: float | None = None
     untrained_tasks: tuple[str, ...] = ()
     untrained_counts: Mapping[str, int] = field(default_factory=dict)
+    opponents: RoleBaselines = _NO_RESULTS
 
     @classmethod
     def start(cls, algorithm: Algorithm, text: str = "") -> AlgorithmState:
@@ -59,6 +70,7 @@ class AlgorithmState:
             initial_entropy=saved.get("initial_entropy"),
             untrained_tasks=tuple(saved.get("owed", ())),
             untrained_counts=saved.get("untrained_counts", {}),
+            opponents=RoleBaselines.from_json(saved["opponents"]) if "opponents" in saved else _NO_RESULTS,
         )
 
     def to_json(self) -> str:
@@ -67,6 +79,7 @@ class AlgorithmState:
             "initial_entropy": self.initial_entropy,
             "owed": self.untrained_tasks or None,
             "untrained_counts": self.untrained_counts or None,
+            "opponents": self.opponents.to_json() if self.opponents.means else None,
         }
         parts |= {name: value for name, value in optional.items() if value is not None}
         return json.dumps(parts, sort_keys=True)
@@ -134,21 +147,32 @@ def filter_low_variance(samples: Sequence[TrainingSample], algorithm: Algorithm)
     rewards, groups = compared_rewards(compared, algorithm)
     kept_groups = variance_top_p if algorithm.variance_filter == "top_p" else variance_top
     keep = kept_groups(rewards=rewards, group=groups, p=algorithm.top_variance_fraction).tolist()
-    dropped = {group for group, keep_group in zip(groups, keep, strict=True) if not keep_group}
-    return [_drop_sample(c) if c.advantages is not None and c.group in dropped else c for c in samples]
+    kept = any_of_group(compared, keep)
+    return [c if c.advantages is None or kept[c.group] else _drop_sample(c) for c in samples]
 
 
 def with_role_baselines(
     samples: Sequence[TrainingSample], environment: str, averages: RoleBaselines
 ) -> tuple[list[TrainingSample], RoleBaselines]:
-    """Return the samples with their role's average before them as baseline, and the updated averages."""
-    compared = [sample for sample in samples if sample.advantages is not None]
-    tasks = [sample.episode.task for sample in compared]
-    roles = [(task.tags.get(WORLD_TAG, environment), role_of(task)) for task in tasks]
-    rewards = torch.tensor([c.episode.trajectory.reward for c in compared], dtype=torch.float64)
-    read = iter(averages.read(roles, rewards).tolist())
-    updated = [c if c.advantages is None else replace(c, baseline=next(read)) for c in samples]
-    return updated, averages.updated(roles, rewards)
+    """Return the samples with the averages of their roles before them as baselines, and the updated averages."""
+    roles: list[tuple[str, str]] = []
+    rewards: list[float] = []
+    counts = [0] * len(samples)
+    for i, sample in enumerate(samples):
+        if sample.advantages is not None:
+            task, trajectory = sample.episode.task, sample.episode.trajectory
+            paths = trajectory.paths() if trajectory.agent_rewards else []
+            names = [role_of_agent(path) for path in paths] or [role_of(task)]
+            roles += [(task.tags.get(WORLD_TAG, environment), name) for name in names]
+            rewards += [path.trajectory.reward for path in paths] or [trajectory.reward]
+            counts[i] = len(names)
+    table = torch.tensor(rewards, dtype=torch.float64)
+    read = iter(averages.read(roles, table).tolist())
+    updated = [
+        replace(one, baselines=tuple(islice(read, count))) if count else one
+        for one, count in zip(samples, counts, strict=True)
+    ]
+    return updated, averages.updated(roles, table)
 
 
 def _drop_sample(sample: TrainingSample) -> TrainingSample:

@@ -30,6 +30,7 @@ from ludus.training.collection.filters import (
     record_greso_visits,
     with_role_baselines,
 )
+from ludus.training.collection.opponents import OpponentPool, updated_results
 from ludus.training.collection.reward_mixing import RewardMixer, add_extra_parts
 from ludus.training.credit.advantages import TrainingSample, assign_credit, is_expert, recompute_samples, with_estimates
 from ludus.training.run.session import TrainingSession, session_scheduler
@@ -78,6 +79,7 @@ class RolloutCollector:
     reward_mixer: RewardMixer | None = None
     demonstrations: Demonstrations | None = None
     remote: RemoteSampler | None = None
+    opponents: OpponentPool | None = None
     partial: PartialRollouts | None = field(default=None, init=False)
     """Unfinished episodes, if a step has a budget."""
     skipped: int = field(default=0, init=False)
@@ -93,7 +95,7 @@ class RolloutCollector:
         if config.training.streams:
             rollout = rollout.model_copy(update={"reproducible": False})
         plan = SamplingPlan("train", rollout.temperature, config.run.seed, branches=True)
-        return self._make_scheduler(rollout, plan, self.ledger)
+        return replace(self._make_scheduler(rollout, plan, self.ledger), opponents=self.opponents)
 
     @property
     def state(self) -> CollectorState:
@@ -129,6 +131,8 @@ class RolloutCollector:
         self.skipped, first_group = 0, 0
         if self.partial is not None:
             self.partial.begin_step(step, last=step == self.session.config.training.steps)
+        if self.opponents is not None:
+            await self.opponents.begin_step(step, self.algorithm_state.opponents)
         for number in range(rounds):
             wanted = num_tasks - num_training_groups(samples)
             if self.algorithm.greso:
@@ -138,6 +142,9 @@ class RolloutCollector:
                 tasks = order.take(((step - 1) * rounds + number) * num_tasks, wanted)
                 tasks = self._replace_trained(step, tasks, order)
             groups = await self.roll_out(step, tasks)
+            if self.opponents is not None:
+                results = updated_results(self.algorithm_state.opponents, chain(*groups))
+                self.algorithm_state = replace(self.algorithm_state, opponents=results)
             first_group = max(first_group, number * num_tasks)
             samples += await self.make_samples(step, groups, first_group)
             first_group += len(groups)

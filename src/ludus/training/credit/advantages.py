@@ -1,7 +1,8 @@
 """Credit assignment: decide which episodes train and compute their advantages.
 
 In self-play the task tag `role` is the policy's role (default "policy"); the tag `proposal` is the proposed
-task that it attempts (default: its own id).
+task that it attempts (default: its own id). In an episode of several agents, each agent is an attempt: its role is its
+name up to a slash ("solver" of "solver/2"), its proposal is the episode, and it is compared with the same role.
 """
 
 from __future__ import annotations
@@ -38,13 +39,13 @@ from ludus.training.batches.rows import (
     transitions_of,
     turn_nodes,
 )
-from ludus.types import Path, StopReason, Task, Trajectory
+from ludus.types import POLICY, Path, StopReason, Task, Trajectory
 
 
 class Estimates(NamedTuple):
     """Model estimates of the compared samples (`ESTIMATE_NAMES`), in order, per action token `[n_i]`.
 
-    `bootstrap` [one per path] is 0 for episodes that terminated. None if the algorithm does not use it.
+    `bootstrap` [one per row] is 0 for episodes that terminated. None if the algorithm does not use it.
     """
 
     kl: Sequence[Tensor] | None = None
@@ -68,8 +69,7 @@ class Estimates(NamedTuple):
         *per_token, bootstrap = self
         of_paths = None
         if bootstrap is not None:
-            last = (row[-len(paths) :] for row, paths in zip(bootstrap, split, strict=True))
-            of_paths = [value[None] for row in last for value in row]
+            of_paths = [row[[path.row]] for row, paths in zip(bootstrap, split, strict=True) for path in paths]
         return Estimates._make([*map(spread, per_token), of_paths])
 
 
@@ -90,12 +90,16 @@ UNKNOWN = Estimates()
 
 
 ROLE, PROPOSAL, PROPOSER = "role", "proposal", "proposer"
-PLAIN_ROLE = "policy"
 
 
 def role_of(task: Task) -> str:
     """Return the policy's role in a task."""
-    return task.tags.get(ROLE, PLAIN_ROLE)
+    return task.tags.get(ROLE, POLICY)
+
+
+def role_of_agent(path: Path) -> str:
+    """Return the role of a path of one agent: the agent's name up to a slash."""
+    return next(iter(path.trajectory.agent_rewards)).partition("/")[0]
 
 
 def role_tables(tasks: Sequence[Task]) -> tuple[Tensor, Tensor]:
@@ -123,8 +127,8 @@ class TrainingSample:
     `advantages` has one value per action token; None if the episode was not compared with its group. `trains`
     masks action tokens (None: all train). `values` and `targets` are the critic's, per action token;
     `reference` holds reference log-probabilities for a process reward model. `group` numbers the groups of a
-    step. `baseline` replaces the group as the baseline of the reward. `replayed`: already trained in an
-    earlier step.
+    step. `baselines` replace the group as the baseline of the reward: one, or one per agent. `replayed`: already
+    trained in an earlier step.
     """
 
     episode: Episode
@@ -136,7 +140,7 @@ class TrainingSample:
     values: tuple[float, ...] | None = None
     targets: tuple[float, ...] | None = None
     reference: tuple[float, ...] | None = None
-    baseline: float | None = None
+    baselines: tuple[float, ...] = ()
     replayed: bool = False
 
     @property
@@ -210,22 +214,22 @@ def recompute_samples(samples: Sequence[TrainingSample], algorithm: Algorithm, m
     Recomputes baselines, filters and advantages; group numbers do not change.
     """
     greedy = {
-        c.group: c.episode.trajectory.reward + _punishment(c.episode.trajectory, algorithm, max_length)
+        c.group: (c.episode.trajectory.reward + _punishment(c.episode.trajectory, algorithm, max_length),)
         for c in samples
         if c.reason == BASELINE
     }
-    compared = [replace(c, baseline=greedy.get(c.group, c.baseline)) for c in samples if c.advantages is not None]
+    compared = [replace(c, baselines=greedy.get(c.group, c.baselines)) for c in samples if c.advantages is not None]
     recomputed = iter(_compare(compared, algorithm, max_length))
     return [sample if sample.advantages is None else next(recomputed) for sample in samples]
 
 
 def _members(group: Sequence[Episode], algorithm: Algorithm, max_length: int, number: int) -> list[TrainingSample]:
     greedy = next((episode.trajectory for episode in group if episode.greedy), None)
-    baseline = None if greedy is None else greedy.reward + _punishment(greedy, algorithm, max_length)
+    baselines = () if greedy is None else (greedy.reward + _punishment(greedy, algorithm, max_length),)
     if algorithm.advantage_spec.has(Need.ROLE_BASELINES):
-        baseline = 0.0  # until the role averages are computed over the whole step
+        baselines = (0.0,)  # until the role averages are computed over the whole step
     return [
-        TrainingSample(episode, RolloutOutcome.TRAINED, "trained", number, baseline=baseline)
+        TrainingSample(episode, RolloutOutcome.TRAINED, "trained", number, baselines=baselines)
         for episode in group
         if not episode.greedy
     ]
@@ -313,12 +317,13 @@ def _compare(samples: Sequence[TrainingSample], algorithm: Algorithm, max_length
 
 
 def compared_rewards(samples: Sequence[TrainingSample], algorithm: Algorithm) -> tuple[Tensor, list[int]]:
-    """Return rewards [P, C] of each path of each trajectory, and the group of each path.
+    """Return rewards [P, C] of each path of each trajectory, and the number of the paths that it is compared with.
 
     Column 0 is the reward; other columns are turn rewards, if the advantage uses them. Length punishment is
     excluded, since DAPO's dynamic sampling is based on correctness.
     """
-    paths = [(path.trajectory, sample.group) for sample in samples for path in sample.episode.trajectory.paths()]
+    split = [sample.episode.trajectory.paths() for sample in samples]
+    paths = [(one.episode.trajectory, one.group) for one in _path_samples(samples, split)]
     reads_turns = algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS)
     turns = [list(t.turn_rewards[: t.num_turns]) if reads_turns else [] for t, _ in paths]
     width = max(map(len, turns), default=0)
@@ -335,13 +340,22 @@ def varied_groups(samples: Sequence[TrainingSample], algorithm: Algorithm) -> di
     table, index = compared_rewards(samples, algorithm)
     by_advantage = algorithm.advantage_spec.has(Need.ADVANTAGE_OF_EQUAL_REWARDS)
     varied = zero_variance(rewards=table[:, 0] if by_advantage else table, group=index).tolist()
-    by_group = dict(zip(index, varied, strict=True))
+    by_group = any_of_group(samples, varied)
     if by_advantage:
         unpenalised = replace(algorithm, loss=NO_TOKEN_WEIGHTS, kl_coef=0.0, overlong_buffer=0.0)
         rows = _advantages(samples, unpenalised, 0)
         for sample, row in zip(samples, rows, strict=True):
             by_group[sample.group] |= any(row)
     return by_group
+
+
+def any_of_group(samples: Sequence[TrainingSample], marks: Sequence[bool]) -> dict[int, bool]:
+    """Return whether any path of each group is marked, by group number. `marks` has one entry per path."""
+    groups = [sample.group for sample in samples for _ in sample.episode.trajectory.paths()]
+    found = dict.fromkeys(groups, False)
+    for group, mark in zip(groups, marks, strict=True):
+        found[group] |= mark
+    return found
 
 
 def equal_groups(samples: Sequence[TrainingSample], algorithm: Algorithm) -> dict[int, bool]:
@@ -366,20 +380,36 @@ def _advantages(
 ) -> list[tuple[float, ...]]:
     """Return one value per action token of each trajectory.
 
-    Paths of a tree are compared as separate attempts; a token's value is the mean over its paths.
+    Paths of a tree, and agents, are compared as separate attempts; a token's value is the mean over its paths.
     """
     split = [sample.episode.trajectory.paths() for sample in samples]
-    if all(len(sample.episode.trajectory.rows) <= 1 for sample in samples):
+    if not any(len(one.rows) > 1 or one.agent_rewards for one in (sample.episode.trajectory for sample in samples)):
         return _chain_advantages(samples, algorithm, max_length, estimates, split)
-    attempts = [_path_sample(sample, path) for sample, paths in zip(samples, split, strict=True) for path in paths]
+    attempts = _path_samples(samples, split)
     values = iter(_chain_advantages(attempts, algorithm, max_length, estimates.along(split), split))
     return [_mean_of_paths(paths, [next(values) for _ in paths]) for paths in split]
 
 
-def _path_sample(sample: TrainingSample, path: Path) -> TrainingSample:
-    trains = None if sample.trains is None else tuple(sample.trains[position] for position in path.places)
-    episode = replace(sample.episode, trajectory=path.trajectory)
-    return replace(sample, episode=episode, trains=trains)
+def _path_samples(samples: Sequence[TrainingSample], split: Sequence[Sequence[Path]]) -> list[TrainingSample]:
+    """Return a sample per path. Paths of one group have equal group numbers if they have one role."""
+    numbers: dict[tuple[int, str], int] = {}
+    found = []
+    for sample, paths in zip(samples, split, strict=True):
+        for place, path in enumerate(paths):
+            task, role = sample.episode.task, ""
+            if path.trajectory.agent_rewards:
+                role = role_of_agent(path)
+                proposal = f"{task.id}/{sample.episode.key.sample}"
+                task = replace(task, tags={**task.tags, ROLE: role, PROPOSAL: proposal})
+            one = replace(
+                sample,
+                episode=replace(sample.episode, trajectory=path.trajectory, task=task),
+                group=numbers.setdefault((sample.group, role), len(numbers)),
+            )
+            if sample.trains is not None:
+                one = replace(one, trains=tuple(sample.trains[position] for position in path.places))
+            found.append(replace(one, baselines=sample.baselines[place : place + 1] or sample.baselines[:1]))
+    return found
 
 
 def _mean_of_paths(paths: Sequence[Path], values: Sequence[Sequence[float]]) -> tuple[float, ...]:
@@ -498,7 +528,7 @@ def _anchors(trajectories: Sequence[Trajectory], width: int) -> Tensor:
 
 
 def _baselines(samples: Sequence[TrainingSample]) -> Tensor | None:
-    baselines = [sample.baseline for sample in samples if sample.baseline is not None]
+    baselines = [sample.baselines[0] for sample in samples if sample.baselines]
     return torch.tensor(baselines, dtype=torch.float64) if len(baselines) == len(samples) else None
 
 

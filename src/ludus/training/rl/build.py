@@ -29,6 +29,7 @@ from ludus.rollouts.rollout_files import token_values_path
 from ludus.training.batches.chunked_lm_head import Entropy, HiddenStates, TokenScores
 from ludus.training.collection.demonstrations import make_demonstrations
 from ludus.training.collection.filters import AlgorithmState
+from ludus.training.collection.opponents import OpponentPool
 from ludus.training.collection.prompt_stream import STREAM_FILE, WAITING_FILE, PromptStream, StreamState
 from ludus.training.collection.reward_mixing import make_reward_mixer
 from ludus.training.collection.rollout_collector import RemoteSampler, RolloutCollector
@@ -179,7 +180,7 @@ def build_trainer(
     max_age, entropy = config.staleness.max_staleness if masks else None, state.initial_entropy
     changed = Adjustments() if stored is None else stored.adjustments
     step = TrainStep(session, parts.learner, control, ledger, parts.value_model, max_age, warmup, entropy, changed)
-    extra = reward_mixer, demonstrations, remote
+    extra = reward_mixer, demonstrations, remote, make_opponents(session, folder)
     collector = RolloutCollector(session, engine, algorithm, reporter, ledger, state, *extra)
     trainer = SyncTrainer(
         session=session,
@@ -193,6 +194,14 @@ def build_trainer(
         history=MetricsHistory(row.metrics for row in read_metrics(folder.metrics)) if done else MetricsHistory(),
     )
     return trainer, done
+
+
+def make_opponents(session: TrainingSession, folder: RunFolder) -> OpponentPool | None:
+    """Return the pool of past versions if `rollout.opponents` is set."""
+    settings, seed = session.config.rollout.opponents, session.config.run.seed
+    if not settings.every:
+        return None
+    return OpponentPool(folder.opponents, session.model, make_engine(session), settings, seed)
 
 
 @dataclass(frozen=True)
@@ -269,9 +278,9 @@ def probe_tokens(session: TrainingSession) -> tuple[int, ...]:
 
 
 def remove_later_steps(folder: RunFolder, done: int) -> None:
-    """Remove rollouts, token values, evaluations and alarms of steps after `done`."""
+    """Remove rollouts, token values, evaluations, alarms and opponents of steps after `done`."""
     truncate_alarms(folder.alarms, done)
-    parents = (folder.rollouts, folder.evaluations, token_values_path(folder.path, 0).parent)
+    parents = (folder.rollouts, folder.evaluations, token_values_path(folder.path, 0).parent, folder.opponents)
     for path in [path for parent in parents for path in parent.glob("step-*")]:
         if int(path.name.split("-")[1].split(".")[0]) > done:
             path.unlink()
@@ -279,11 +288,13 @@ def remove_later_steps(folder: RunFolder, done: int) -> None:
 
 @contextmanager
 def closing_parts(trainer: EvaluatedTrainer) -> Iterator[None]:
-    """Close engine and trackers on exit."""
+    """Close engines and trackers on exit."""
     try:
         yield
     finally:
         asyncio.run(trainer.engine.close())
+        if isinstance(trainer, SyncTrainer) and trainer.collector.opponents is not None:
+            asyncio.run(trainer.collector.opponents.engine.close())
         for tracker in trainer.trackers:
             tracker.close()
 

@@ -28,7 +28,7 @@ from ludus.rollouts.scheduler import sampling_params
 from ludus.training.collection.replay_buffer import check_sources
 from ludus.training.collection.reward_mixing import check_reward_settings, reward_warnings
 from ludus.training.collection.rollout_collector import max_waits_of
-from ludus.training.credit.advantages import ROLE
+from ludus.training.credit.advantages import PROPOSER, ROLE
 from ludus.training.datasets.token_limits import check_prompts
 from ludus.training.rl.sync_trainer import task_order
 from ludus.training.run.preflight import check_plugins
@@ -81,6 +81,7 @@ def check_settings(config: Config, world: World) -> None:
     check_plugins(config)
     check_alarms(config)
     check_agents(config, world)
+    check_opponents(config, world)
     check_engine(config)
     check_evaluation(config, world)
     task_order(config, world)
@@ -182,7 +183,7 @@ def check_experts(config: Config, algorithm: Algorithm, world: World) -> None:
 def check_roles(algorithm: Algorithm, world: World) -> None:
     """Raise ConfigError if the algorithm needs proposers and solvers and no task has roles."""
     needs_roles = algorithm.advantage_spec.has(Need.PROPOSALS)
-    if needs_roles and not any(ROLE in task.tags for task in world.tasks("train")):
+    if needs_roles and PROPOSER not in world.roles and not any(ROLE in task.tags for task in world.tasks("train")):
         raise ConfigError(
             f"The advantage {algorithm.advantage} compares proposers and solvers, but no task of the world "
             f"{world.name!r} has the tag {ROLE!r}.",
@@ -301,6 +302,27 @@ def check_agents(config: Config, world: World) -> None:
     if context.max_tokens >= rollout.max_seq_len:
         text = f"rollout.context.max_tokens ({context.max_tokens}) is not below max_seq_len ({rollout.max_seq_len})."
         raise ConfigError(text, "Lower it, so that a summary fits.")
+
+
+def check_opponents(config: Config, world: World) -> None:
+    """Raise ConfigError unless `rollout.opponents` is set if, and only if, the world needs opponents."""
+    is_set = config.rollout.opponents.every > 0
+    if world.needs_opponents and not is_set:
+        text = f"Training tasks of the world {world.name!r} are played against past versions of the policy."
+        raise ConfigError(text, "Set rollout.opponents.every, for example to 10.")
+    if not is_set:
+        return
+    if not world.needs_opponents:
+        text = f"rollout.opponents would have no effect: no training task of {world.name!r} has such an opponent."
+        raise ConfigError(text, "Unset it, or name the opponent in env.settings.")
+    unsupported = {
+        "engine.url": config.engine.is_external,
+        "engine.plugin": config.engine.plugin is not None,
+        "training.learner.ranks": config.training.learner.ranks > 1,
+        "training.mode": config.training.mode != "sync",
+    }
+    if found := [name for name, applies in unsupported.items() if applies]:
+        raise ConfigError(f"rollout.opponents cannot be combined with {found[0]}.", "Unset one of them.")
 
 
 def config_warnings(config: Config) -> list[str]:

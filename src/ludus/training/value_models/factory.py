@@ -106,13 +106,13 @@ def estimate_values(
 
 
 def bootstrap_values(value_model: Critic, samples: Sequence[TrainingSample], rows: Sequence[Row]) -> list[Tensor]:
-    """Return V after the last action token of each path, 0 unless a token limit truncated the episode."""
+    """Return V after the last action token of each row, 0 unless a token limit truncated the episode."""
     scored = [torch.zeros(len(sample.episode.trajectory.rows), dtype=torch.float64) for sample in samples]
     cuts: dict[int, dict[int, int]] = {}
     ends = []
     for i, trajectory in enumerate(sample.episode.trajectory for sample in samples):
-        ended = [path.trajectory.stop_reason for path in trajectory.paths()]
-        truncated = {n: position for n, position in last_actions(trajectory).items() if ended[n] in CUT_OFF}
+        cut = {path.row for path in trajectory.paths() if path.trajectory.stop_reason in CUT_OFF}
+        truncated = {n: position for n, position in last_actions(trajectory).items() if n in cut}
         if truncated:
             cuts[i], marked = truncated, set(truncated.values())
             ends.append(replace(rows[i], trains=tuple(place in marked for place in range(len(rows[i].tokens)))))
