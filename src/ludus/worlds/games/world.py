@@ -57,14 +57,34 @@ class GamesSettings(WorldSettings):
     seed: int = 0
 
 
+def payoff(task: Task, trajectory: Trajectory) -> float:
+    """Return the reward of the task's seat; 0 if the game was not finished."""
+    return trajectory.agent_rewards.get(task.tags["seat"], 0.0)
+
+
+def drawn(task: Task, trajectory: Trajectory) -> float:
+    """Return 1 for the payoff of a draw, else 0."""
+    return float(payoff(task, trajectory) == 0.5)
+
+
+def lost(task: Task, trajectory: Trajectory) -> float:
+    """Return 1 for a payoff below that of a draw, else 0."""
+    return float(payoff(task, trajectory) < 0.5)
+
+
+REWARDS = (Reward("payoff", payoff, outcome=True), Reward("drawn", drawn, weight=0.0), Reward("lost", lost, weight=0.0))
+
+
 class GameEnv(Environment):
-    """One game. A reply that is not a legal move loses the game, and the other player gets the reward of a draw."""
+    """One game. A reply that is not a legal move loses the game, and the other player gets the reward of a draw.
+
+    An opponent that is a past version makes a random move instead.
+    """
+
+    rewards: Sequence[Reward] = REWARDS
 
     def __init__(self, game: Game) -> None:
         self._game = game
-        self._payoffs = (0.0, 0.0)
-        self._player = 0
-        self.rewards = rewards_of(self._payoff)
 
     async def start(self, task: Task) -> list[Message]:
         return list(task.prompt)
@@ -76,8 +96,7 @@ class GameEnv(Environment):
         """Play to the end; set the reward of each player that is the policy."""
         game, position, opponent = self._game, str(task.truth), task.tags["opponent"]
         rng = random.Random(f"{task.id}/{policy.seed}")
-        self._player = game.players.index(task.tags["seat"])
-        agents = range(2) if opponent == "self" else (self._player,)
+        agents = range(2) if opponent == "self" else (game.players.index(task.tags["seat"]),)
         dialogues: dict[int, list[Message]] = {player: [*task.prompt] for player in range(2)}
         while (payoffs := game.payoffs(position)) is None:
             player = game.to_move(position)
@@ -91,21 +110,12 @@ class GameEnv(Environment):
             else:
                 move = game.expert_move(position, rng) if opponent == "expert" else rng.choice(game.legal(position))
             if move not in game.legal(position):
-                payoffs = (0.0, 0.5) if player == 0 else (0.5, 0.0)
-                break
+                if player in agents:
+                    payoffs = (0.0, 0.5) if player == 0 else (0.5, 0.0)
+                    break
+                move = rng.choice(game.legal(position))
             position += move[0]
-        self._payoffs = payoffs
         policy.agent_rewards |= {game.players[player]: payoffs[player] for player in agents}
-
-    def _payoff(self, task: Task, trajectory: Trajectory) -> float:
-        return self._payoffs[self._player]
-
-
-def rewards_of(payoff: Callable[[Task, Trajectory], float]) -> tuple[Reward, ...]:
-    """Return the reward parts: the payoff of the task's seat, and whether it drew or lost."""
-    drawn = Reward("drawn", lambda task, trajectory: float(payoff(task, trajectory) == 0.5), weight=0.0)
-    lost = Reward("lost", lambda task, trajectory: float(payoff(task, trajectory) < 0.5), weight=0.0)
-    return (Reward("payoff", payoff, outcome=True), drawn, lost)
 
 
 def rules_of(game: Game) -> Message:
@@ -127,7 +137,7 @@ class GamesWorld(World):
     settings: GamesSettings
     name: str = "games"
     splits: Sequence[str] = ("train", "validation", "test")
-    rewards: Sequence[Reward] = rewards_of(lambda task, trajectory: 0.0)
+    rewards: Sequence[Reward] = REWARDS
 
     def tasks(self, split: str) -> Sequence[Task]:
         return split_of(self.task_lists, split, self.name)
