@@ -377,6 +377,8 @@ def test_scorecard_detects_random_and_graded_verdicts():
     assert share_of(card["stability, graded again"]).value == 1
     assert share_of(card["stability, replayed"]).part > 0
     assert card["outcome"].found == "graded, 7 values seen"
+    graded = card_of(world(lambda task, trajectory: len(trajectory.answer) % 3 / 2))
+    assert graded["outcome"].found == "graded, 3 values seen"
 
 
 def test_check_tries_accepted_answer_spellings_and_paraphrases_of_the_world():
