@@ -10,7 +10,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import cycle
+from itertools import cycle, product
 from typing import Literal, Protocol
 
 from pydantic import Field
@@ -27,6 +27,10 @@ from ludus.worlds.games.tictactoe import TicTacToe
 
 Opponent = Literal["self", "past", "random", "expert"]
 """The other player: the policy, a past version of it, random moves, or perfect play (an equilibrium)."""
+
+
+_NUM_TRAIN = 80
+"""Minimum number of training tasks of an opponent and a seat; openings are repeated if there are fewer."""
 
 
 class Game(Protocol):
@@ -178,10 +182,10 @@ def make_games_world(settings: Mapping[str, object], limits: ToolLimits) -> Game
     chosen = read_settings(GamesSettings, settings)
     game = GAMES[chosen.game]()
     lists: dict[str, list[Task]] = {"train": [], "validation": [], "test": []}
-    for opponent in chosen.opponents:
-        for opening in game.openings():
-            for seat in game.players if opponent != "self" else game.players[:1]:
-                lists["train"].append(_task(game, opening, opponent, seat, f"train-{opening}"))
+    copies = -(-_NUM_TRAIN // len(game.openings()))
+    for opponent, opening, copy in product(chosen.opponents, game.openings(), range(copies)):
+        for seat in game.players if opponent != "self" else game.players[:1]:
+            lists["train"].append(_task(game, opening, opponent, seat, f"train-{opening}-{copy}"))
     for split in ("validation", "test"):
         for opponent in ("random", "expert"):
             starts = cycle([opening for opening in game.openings() if chosen.game == "kuhn" or not opening])
