@@ -5,13 +5,14 @@ import json
 from contextlib import asynccontextmanager
 
 import httpx
+import openai
 import pytest
 
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.gateway.sessions import SessionServer
 from ludus.rollouts.agent_session import AgentSession
-from ludus.types import StopReason
-from small_worlds import call, in_order, make_chat, scripted, tokenizer
+from ludus.types import StopReason, Trajectory
+from small_worlds import call, end_token, in_order, make_chat, scripted, tokenizer
 
 LIMITS = RolloutConfig()
 SEARCH = call("echo", text="x")
@@ -214,6 +215,13 @@ def test_client_that_disconnects_leaves_nothing():
         ("messages", {"messages": 3}, 400, "messages"),
         ("reward", {"reward": "much"}, 400, "reward"),
         ("chat/completions", chat(user("word " * 3000)), 400, "prompt_too_long"),
+        ("completions", {"prompt": "x", "echo": True}, 400, "echo"),
+        ("completions", {"prompt": "x", "logprobs": 1}, 400, "logprobs"),
+        ("completions", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
+        ("completions", {"prompt": "x", "add_special_tokens": False}, 400, "add_special_tokens"),
+        ("completions", {"prompt": ["x", "y"]}, 400, "prompt"),
+        ("completions", {"prompt": ""}, 400, "no tokens"),
+        ("completions", {"prompt": "x", "temperature": 3, "user": "u", "max_tokens": None, "stop": None}, 200, "a"),
     ],
 )
 def test_invalid_requests_name_the_field(path, body, status, text):
@@ -297,3 +305,87 @@ def test_requests_after_the_end_are_conflicts():
             return first.status_code, second.status_code, session.stop
 
     assert run(dialogue()) == (200, 409, StopReason.MAX_TURNS)
+
+
+def openai_of(client):
+    key = client.headers["Authorization"].removeprefix("Bearer ")
+    return openai.AsyncOpenAI(base_url=str(client.base_url), api_key=key, max_retries=0)
+
+
+def row_kinds(session):
+    segments = session.segments()
+    trajectory = Trajectory("t", 0, segments, (), StopReason.ANSWERED, shared_reward=True)
+    return [[segments[i].kind for i in row] for row in trajectory.rows]
+
+
+def test_completion_of_a_text_continues_its_row_by_recorded_tokens():
+    async def dialogue():
+        async with serving("one END two", "yes", "more", "other") as (session, client, engine):
+            complete = openai_of(client).completions.create
+            first = await complete(model="m", prompt="Q: a\nA:", stop=" END two", max_tokens=50)
+            assert (first.object, first.choices[0].finish_reason) == ("text_completion", "stop")
+            text = f"Q: a\nA:{first.choices[0].text} END two<|im_end|>\nQ: b\nA:"
+            second = await complete(model="m", prompt=text)
+            assert engine.requests[0].params.max_new_tokens == 50
+            sampled = (*tokenizer().encode("one END two"), end_token())
+            assert engine.requests[1].token_ids[: len(engine.requests[0].token_ids + sampled)] == (
+                engine.requests[0].token_ids + sampled
+            )
+            assert tokenizer().decode(engine.requests[1].token_ids) == text
+            assert second.usage.prompt_tokens == len(engine.requests[1].token_ids)
+            chunks = [one async for one in await complete(model="m", prompt="else", stream=True)]
+            assert "".join(one.choices[0].text for one in chunks) == "more"
+            return first.choices[0].text, row_kinds(session)
+
+    text, rows = run(dialogue())
+    assert text == "one"
+    assert rows == [["prompt", "action", "observation", "action"], ["prompt", "action"]]
+
+
+def test_text_after_a_reply_without_its_end_token_is_a_fork_of_recorded_tokens():
+    """The policy sees what the client wrote: no end-of-turn token within the text."""
+
+    async def dialogue():
+        async with serving("Paris", "yes") as (session, client, engine):
+            complete = openai_of(client).completions.create
+            first = await complete(model="m", prompt="Q: a\nA: ")
+            text = f"Q: a\nA: {first.choices[0].text}\nSure?"
+            await complete(model="m", prompt=text)
+            assert tokenizer().decode(engine.requests[1].token_ids) == text
+            return row_kinds(session)
+
+    assert run(dialogue()) == [["prompt", "action"], ["prompt", "observation", "action"]]
+
+
+def test_completion_of_token_ids_continues_any_row():
+    async def dialogue():
+        async with serving("a", "b", "c", "d") as (session, client, engine):
+            complete = openai_of(client).completions.create
+            prompt = tokenizer().encode("x y")
+            found = await complete(model="m", prompt=prompt, extra_body={"return_token_ids": True})
+            sampled = found.choices[0].model_extra["token_ids"]
+            assert found.choices[0].model_extra["prompt_token_ids"] == prompt
+            await complete(model="m", prompt=[*prompt, *sampled, *tokenizer().encode("z")])
+            assert row_kinds(session) == [["prompt", "action", "observation", "action"]]
+            await complete(model="m", prompt=[[*prompt, *sampled, *tokenizer().encode("else")]])  # a fork
+            assert row_kinds(session)[1] == ["prompt", "action", "observation", "action"]
+            (one, other) = (tuple(request.token_ids) for request in engine.requests[1:])
+            assert one[: len(prompt) + len(sampled)] == other[: len(prompt) + len(sampled)]
+            await complete(model="m", prompt=tokenizer().encode("quite other"))
+            return session.segments(), session.num_turns
+
+    segments, num = run(dialogue())
+    assert [s.kind for s in segments] == ["prompt", "action", *["observation", "action"] * 2, "prompt", "action"]
+    assert num == 4
+
+
+def test_text_completion_and_chat_of_the_same_words_are_different_rows():
+    async def dialogue():
+        async with serving("a", "b") as (session, client, _):
+            sdk = openai_of(client)
+            await sdk.completions.create(model="m", prompt="x")
+            said = [user("x"), {"role": "assistant", "content": "a"}, user("y")]
+            await sdk.chat.completions.create(model="m", messages=said)
+            return row_kinds(session)
+
+    assert run(dialogue()) == [["prompt", "action"]] * 2

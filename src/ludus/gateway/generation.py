@@ -20,6 +20,7 @@ from ludus.gateway.protocol.bodies import (
     JsonBody,
     check_calls,
     response_body,
+    text_choice,
     version_spans,
 )
 from ludus.gateway.protocol.detokenize import (
@@ -77,7 +78,7 @@ async def stream(service: CompletionService, name: str, request: CompletionReque
     with service.use_adapter(request.model) as adapter:
         async for i, piece in service.stream(name, samples, adapter):
             offset, first = len(texts[i].shown), not texts[i].tokens
-            choice = _bare_choice(i, texts[i].add(piece.tokens, piece.finish_reason), piece.finish_reason)
+            choice = text_choice(i, texts[i].add(piece.tokens, piece.finish_reason), piece.finish_reason)
             if request.logprobs is not None:
                 choice["logprobs"] = text_logprobs(names, Scored.of(piece), offset)
             if request.return_token_ids:
@@ -86,11 +87,6 @@ async def stream(service: CompletionService, name: str, request: CompletionReque
             yield chunk([choice])
     if request.stream_options is not None and request.stream_options.include_usage:
         yield chunk([], (sum(len(ids) for ids, _ in prompts), sum(len(text.tokens) for text in texts)))
-
-
-def _bare_choice(index: int, text: str, finish: str | None) -> JsonBody:
-    head = {"index": index, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": None}
-    return head | dict.fromkeys(("token_ids", "prompt_logprobs", "prompt_token_ids", "weight_versions"))
 
 
 def _text_rules(service: CompletionService, request: CompletionRequest) -> TextRules:
@@ -121,7 +117,7 @@ def _choice(
         text += rules.text(done.tokens, done.finish_reason)
     else:
         text = "".join(decode_exactly(tokenizer, [token]) for token in echoed)
-    choice = _bare_choice(index, text, done.finish_reason)
+    choice = text_choice(index, text, done.finish_reason)
     choice["stop_reason"] = rules.stop_reason(done, sample.params, service.model.end_ids)
     names = service.token_names(request)
     if request.logprobs is not None:

@@ -34,6 +34,7 @@ from starlette.types import Receive, Scope, Send
 from ludus.errors import EngineBusy, EngineError, UserError
 from ludus.gateway.dialects.base import Dialect, SessionRequest, event_bytes
 from ludus.gateway.dialects.chat import CHAT
+from ludus.gateway.dialects.completions import COMPLETIONS
 from ludus.gateway.dialects.messages import MESSAGES
 from ludus.gateway.dialects.responses import RESPONSES
 from ludus.gateway.endpoints import (
@@ -177,6 +178,7 @@ class SessionServer:
         """Return the application."""
         posts: list[tuple[str, Dialect, _Act]] = [
             ("chat/completions", CHAT, partial(self._respond, CHAT)),
+            ("completions", COMPLETIONS, partial(self._respond, COMPLETIONS)),
             ("responses", RESPONSES, partial(self._respond, RESPONSES)),
             ("messages", MESSAGES, partial(self._respond, MESSAGES)),
             ("messages/count_tokens", MESSAGES, self._count),

@@ -3,6 +3,7 @@
 Requests are matched by their messages, and rows grow by their tokens: sampled text is never tokenized again. A request
 that extends the history of a recorded turn continues its row, or forks from it if the row has gone on; any other one
 (rewritten messages, other tools, a sub-agent with its own system message) starts a row. All rows belong to one rollout.
+A prompt that no template renders, text or tokens, continues the row with which it shares the most segments.
 """
 
 from __future__ import annotations
@@ -80,7 +81,8 @@ class _Turn:
 class ReplyLimits:
     """What a request may set: the maximum number of tokens, strings that end the reply, and a guide.
 
-    With `must_call` the reply has a call, of the tool `call_of` if that is set.
+    With `must_call` the reply has a call, of the tool `call_of` if that is set. With `prompt`, the reply follows that
+    text or these tokens, in place of messages.
     """
 
     max_tokens: int | None = None
@@ -88,18 +90,30 @@ class ReplyLimits:
     guide: Guide | None = None
     must_call: bool = False
     call_of: str = ""
+    prompt: str | tuple[int, ...] | None = None
 
 
 @dataclass(eq=False)
 class PendingTurn:
-    """A sampled reply that is not yet part of the rollout. `commit` adds it; without, it leaves nothing."""
+    """A sampled reply that is not yet part of the rollout. `commit` adds it; without, it leaves nothing.
+
+    `prompt` and `tokens` are empty if the policy exposes no tokens.
+    """
 
     action: Action
-    num_prompt_tokens: int
-    num_tokens: int
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
     commit: Callable[[], None]
     stopped_by: str = ""
     """The stop string of the request that ended the reply."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass(eq=False)
@@ -127,6 +141,8 @@ class AgentSession:
     """Seconds of each committed reply."""
     _rows: list[_Row] = field(init=False, default_factory=list)
     _turns: dict[bytes, list[_Turn]] = field(init=False, default_factory=dict)
+    _texts: dict[str, tuple[int, ...]] = field(init=False, default_factory=dict)
+    """The recorded tokens of each text of `ReplyLimits.prompt` with its reply."""
     _num_requests: int = field(init=False, default=0)
     _num_running: int = field(init=False, default=0)
     _acting: set[asyncio.Task[Action | StopReason]] = field(init=False, default_factory=set)
@@ -155,7 +171,7 @@ class AgentSession:
             self.client.touch()
         if self.stop is not None:
             raise RolloutEnded(self.stop)
-        if not messages or messages[-1]["role"] == "assistant":
+        if limits.prompt is None and (not messages or messages[-1]["role"] == "assistant"):
             raise InvalidRequest("The last message must not be the assistant's.")
         too_many = self._num_requests >= MAX_REQUESTS * self.limits.max_turns
         if too_many or self.num_turns + self._num_running >= self.limits.max_turns:
@@ -173,7 +189,12 @@ class AgentSession:
             if self.stop is not None:
                 raise RolloutEnded(self.stop)
             try:
-                row, found = self._row_for(messages, tools)
+                if limits.prompt is None:
+                    row, found = self._row_for(messages, tools)
+                else:
+                    text, prompt = self._text_and_tokens(limits.prompt)
+                    messages = [Message(role="user", content=text)]
+                    row, found = self._row_of(prompt)
             except (UserError, ValueError, TypeError, LookupError, RecursionError) as error:  # templates raise anything
                 why = error.message if isinstance(error, UserError) else describe_error(error)
                 raise InvalidRequest(f"The messages cannot be rendered: {why}") from error
@@ -186,26 +207,26 @@ class AgentSession:
                 action = await self._act(self._rows[row].chat)
                 seconds = time.perf_counter() - begin
         chat = self._rows[row].chat
-        num_prompt = sum(len(segment.tokens) for segment in chat.segments[:number])
         if isinstance(action, StopReason):
             if len(chat.segments) > number:
                 self._rows[row].end = len(chat.segments)
             raise self.end(action)
 
-        if action.calls and not tools and isinstance(chat, EngineChatSession):  # as text, since none were offered
+        is_text = limits.prompt is not None or (action.calls and not tools)  # no calls were offered
+        if is_text and isinstance(chat, EngineChatSession):
             text = decode_exactly(chat.renderer.tokenizer, chat.segments[-1].tokens, skip_special=True)
             action = Action(Message(role="assistant", content=text), finish_reason=action.finish_reason)
         action, stopped_by = _cut(action, limits.stop)
         action = _with_ids(action, f"{self._salt}{request}")
-        num_tokens = sum(len(segment.tokens) for segment in chat.segments[number:])
+        before, tokens = _tokens(chat.segments[:number]), _tokens(chat.segments[number:])
 
         def commit() -> None:
-            self._commit(row, messages, tools, action)
+            self._commit(row, messages, tools if limits.prompt is None else None, action)
             self.seconds.append(seconds)
-            if action.finish_reason == "length" and num_tokens != limits.max_tokens:
+            if action.finish_reason == "length" and len(tokens) != limits.max_tokens:
                 self.end(StopReason.TRUNCATED)
 
-        return PendingTurn(action, num_prompt, num_tokens, commit, stopped_by)
+        return PendingTurn(action, before, tokens, commit, stopped_by)
 
     def end(self, reason: StopReason) -> RolloutEnded:
         """End the rollout, unless it has ended, and return the error for its client."""
@@ -298,13 +319,44 @@ class AgentSession:
             if digest not in self._turns or any(message["role"] == "assistant" for message in tail):
                 continue
             turn = _best(self._turns[digest], messages[length - 1])
-            number = self._continuation(turn)
+            number = self._continuation(turn.row, turn.end)
             if number is not None:
                 return number, self._rows[number].chat.observe(tail)
         chat = self._new_chat()
         self._log_new_row(messages)
         self._rows.append(_Row(chat))
         return len(self._rows) - 1, chat.open([*map(_renderable, messages)], tools)
+
+    def _text_and_tokens(self, prompt: str | tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
+        """Return a prompt as text and tokens, those recorded as far as the text extends a recorded one."""
+        chat = self.make_chat()
+        if not isinstance(chat, EngineChatSession):
+            raise InvalidRequest("The policy exposes no tokens; use chat completions.")
+        if isinstance(prompt, str):
+            known = max((text for text in self._texts if prompt.startswith(text)), key=len, default="")
+            rest = chat.renderer.tokenizer.encode(prompt[len(known) :], add_special_tokens=not known)
+            text, tokens = prompt, (*self._texts.get(known, ()), *rest)
+        else:
+            text, tokens = decode_exactly(chat.renderer.tokenizer, prompt), prompt
+        if not tokens:
+            raise InvalidRequest("The prompt has no tokens.")
+        return text, tokens
+
+    def _row_of(self, tokens: tuple[int, ...]) -> tuple[int, StopReason | None]:
+        """Return the number of the row whose next action follows the tokens; also the limit that they exceed."""
+        found = []
+        for number, row in enumerate(self._rows):
+            segments = _common_segments(row.chat.segments[: row.end], tokens)
+            goes_on = row.is_open and row.end == len(segments)
+            found.append((sum(len(segment.tokens) for segment in segments), goes_on, number, len(segments)))
+        shared, _, number, end = max(found, default=(0, False, 0, 0))
+        kept = self._continuation(number, end) if shared else None
+        if kept is None:
+            self._rows.append(_Row(self._new_chat()))
+            kept = len(self._rows) - 1
+        chat = self._rows[kept].chat
+        assert isinstance(chat, EngineChatSession)
+        return kept, chat.extend(tokens[shared:])
 
     def _log_new_row(self, messages: Sequence[Message]) -> None:
         """Log, at the level DEBUG, the first message that differs from the last committed dialogue."""
@@ -317,17 +369,17 @@ class AgentSession:
                 return
         log.debug("row %d: the messages are the same as far as they go, but the tools differ", len(self._rows))
 
-    def _continuation(self, turn: _Turn) -> int | None:
-        """Return the row of a turn if the turn is its last, else a fork; None if its dialogue cannot fork."""
-        row = self._rows[turn.row]
-        if row.is_open and row.end == turn.end:
-            return turn.row
+    def _continuation(self, number: int, end: int) -> int | None:
+        """Return a row if it has `end` segments, else a fork after them; None if its dialogue cannot fork."""
+        row = self._rows[number]
+        if row.is_open and row.end == end:
+            return number
         if not isinstance(row.chat, EngineChatSession):
             return None
         name, seed = self._identity(row.chat)
-        fork = row.chat.fork(name, seed, turn.end)
+        fork = row.chat.fork(name, seed, end)
         fork.params = row.params or fork.params  # not the limits of a request that the row is sampling
-        self._rows.append(_Row(fork, turn.row, turn.end, turn.end))
+        self._rows.append(_Row(fork, number, end, end))
         return len(self._rows) - 1
 
     def _new_chat(self) -> ChatSession:
@@ -344,12 +396,39 @@ class AgentSession:
         assert isinstance(first, EngineChatSession)
         return first.episode if self.serial else f"{first.episode}~{number}", seed_for(first.seed, "row", number)
 
-    def _commit(self, row: int, messages: Sequence[Message], tools: Sequence[Tool], action: Action) -> None:
+    def _commit(self, row: int, messages: Sequence[Message], tools: Sequence[Tool] | None, action: Action) -> None:
+        """Add a reply to the rollout. Without `tools` (None), it is the text after the only message."""
         one = self._rows[row]
         one.end, one.is_open = len(one.chat.segments), True
         self.messages = [*messages, action.message]
+        if tools is None:
+            self._remember(messages[0]["content"], one.chat)
+            return
         *_, (_, digest) = _history_digests(self.messages, tools)
         self._turns.setdefault(digest, []).append(_Turn(row, one.end, action.message))
+
+    def _remember(self, text: str, chat: ChatSession) -> None:
+        """Record the tokens of a text with its reply, with and without the end-of-turn token, which replies lack."""
+        assert isinstance(chat, EngineChatSession)
+        tokens, sampled, renderer = _tokens(chat.segments), chat.segments[-1].tokens, chat.renderer
+        for num in {0, int(not {*sampled[-1:]}.isdisjoint(renderer.stop_token_ids))}:
+            reply = decode_exactly(renderer.tokenizer, sampled[: len(sampled) - num])
+            self._texts[text + reply] = tokens[: len(tokens) - num]
+
+
+def _tokens(segments: Sequence[Segment]) -> tuple[int, ...]:
+    return tuple(token for segment in segments for token in segment.tokens)
+
+
+def _common_segments(segments: Sequence[Segment], tokens: tuple[int, ...]) -> Sequence[Segment]:
+    """Return the first segments, as many as the tokens begin with."""
+    start = 0
+    for number, segment in enumerate(segments):
+        end = start + len(segment.tokens)
+        if tokens[start:end] != segment.tokens:
+            return segments[:number]
+        start = end
+    return segments
 
 
 def _cut(action: Action, stop: tuple[str, ...]) -> tuple[Action, str]:

@@ -6,9 +6,9 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from ludus.gateway.protocol.bodies import BadRequest, JsonBody
+from ludus.gateway.protocol.bodies import BadRequest, JsonBody, Sampling
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 from ludus.tools.base import DescribedTool, FunctionSchema, ToolSchema, described_tool
 from ludus.types import JSON, Guide, Message, MessageToolCall
@@ -30,6 +30,37 @@ class SessionRequest:
     stream: bool = False
     model: str = "policy"
     echo: Mapping[str, object] = field(default_factory=dict)
+
+
+_UNSUPPORTED: dict[str, Sequence[object]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "audio": (),
+    "web_search_options": (),
+    "functions": (),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
+    "suffix": ("",),
+    "best_of": (1,),
+}
+
+
+class SessionSampling(Sampling):
+    """Fields of OpenAI's requests of a session: other fields than the refused ones are labels."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int = Field(1, ge=1, le=16)
+
+    def check_extra_fields(self) -> None:
+        refuse_fields(self, _UNSUPPORTED)
+
+    def refuse_set(self, *names: str) -> None:
+        """Raise BadRequest for a field that is neither null nor its default."""
+        for name, value in self.model_dump(include={*names}).items():
+            if value is not None and value != type(self).model_fields[name].default:
+                raise BadRequest(f"{name} is not supported.")
 
 
 @dataclass(frozen=True)

@@ -5,50 +5,27 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from pydantic import Field
-
 from ludus.gateway.dialects.base import (
     Dialect,
     Event,
     Histories,
     SessionRequest,
+    SessionSampling,
     function_tool,
-    refuse_fields,
     reply_calls,
 )
-from ludus.gateway.protocol.bodies import BadRequest, ChatRequest, JsonBody, error_body, read_body
+from ludus.gateway.protocol.bodies import ChatRequest, JsonBody, error_body, read_body
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 
-_UNSUPPORTED: dict[str, Sequence[object]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "audio": (),
-    "web_search_options": (),
-    "functions": (),
-    "function_call": ("auto", "none"),
-    "modalities": (["text"],),
-}
 
-
-class SessionChatRequest(ChatRequest):
-    """Body of `/v1/chat/completions` of a session: other fields than the refused ones are labels."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int = Field(1, ge=1, le=16)
-
-    def check_extra_fields(self) -> None:
-        refuse_fields(self, _UNSUPPORTED)
+class SessionChatRequest(SessionSampling, ChatRequest):
+    """Body of `/v1/chat/completions` of a session."""
 
 
 def parse(raw: bytes, _: Histories) -> SessionRequest:
     """Return the request of a body. Raises BadRequest. Temperature and filters are the trainer's and are ignored."""
     body = read_body(SessionChatRequest, raw)
-    fixed = {"logprobs", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"}
-    for name, value in body.model_dump(include=fixed).items():
-        if value:
-            raise BadRequest(f"{name} is not supported.")
+    body.refuse_set("logprobs", "stop_token_ids", "ignore_eos", "include_stop_str_in_output")
     tools = body.tools or [] if body.tool_choice != "none" else []
     length = body.max_completion_tokens or body.max_tokens
     limits = ReplyLimits(length, body.stops, body.guide, body.must_call, body.call_of)
