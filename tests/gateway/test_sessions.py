@@ -4,9 +4,11 @@ import asyncio
 import json
 from contextlib import asynccontextmanager
 
+import anthropic
 import httpx
 import openai
 import pytest
+from pydantic import BaseModel
 
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.gateway.sessions import SessionServer
@@ -199,7 +201,14 @@ def test_client_that_disconnects_leaves_nothing():
         ("chat/completions", chat(user("x"), tools=[TOOL], tool_choice=None, stop=[""]), 200, "a"),
         ("responses", {"input": "x", "tools": None, "tool_choice": None, "model": None}, 200, "a"),
         ("messages", {"messages": [user("x")], "tools": None, "tool_choice": None, "stop_sequences": None}, 200, "a"),
-        ("messages", {"messages": [user("x")], "output_config": {"format": {"type": "json_schema"}}}, 400, "format"),
+        ("messages", {"messages": [user("x")], "output_config": {"format": {"type": "json_schema"}}}, 400, "schema"),
+        (
+            "messages",
+            {"messages": [user("x")], "output_config": {"format": {"type": "xml", "schema": {}}}},
+            400,
+            "type",
+        ),
+        ("messages", {"messages": [user("x")], "output_config": {"effort": "low", "format": None}}, 200, "a"),
         (
             "messages/count_tokens",
             {"messages": [user("x")], "tools": [{"name": "a", "input_schema": {"properties": 3}}]},
@@ -268,6 +277,26 @@ def test_forced_tool_choice_guides_the_reply(path, body, named, required):
         assert ")+ text" in guide.text
 
 
+class Place(BaseModel):
+    country: str
+
+
+def test_structured_output_of_messages_guides_the_reply():
+    async def ask():
+        async with serving('{"country": "France"}', "b") as (_, client, engine):
+            sdk = anthropic_of(client)
+            asked = {"model": "m", "max_tokens": 50, "messages": [user("x")]}
+            found = await sdk.messages.parse(**asked, output_format=Place)
+            older = asked | {"output_format": {"type": "json_schema", "schema": {"type": "array"}}}
+            assert (await client.post("/messages", json=older)).status_code == 200
+            return found.parsed_output, [request.params.guide for request in engine.requests]
+
+    place, guides = run(ask())
+    assert place == Place(country="France")
+    assert [guide.kind for guide in guides] == ["json_schema"] * 2
+    assert json.loads(guides[0].text)["required"] == ["country"]
+
+
 def test_stop_sequence_is_cut_and_named():
     async def ask():
         async with serving("one END two", "three") as (session, client, _):
@@ -310,6 +339,11 @@ def test_requests_after_the_end_are_conflicts():
 def openai_of(client):
     key = client.headers["Authorization"].removeprefix("Bearer ")
     return openai.AsyncOpenAI(base_url=str(client.base_url), api_key=key, max_retries=0)
+
+
+def anthropic_of(client):
+    key = client.headers["Authorization"].removeprefix("Bearer ")
+    return anthropic.AsyncAnthropic(base_url=str(client.base_url).removesuffix("/v1/"), api_key=key, max_retries=0)
 
 
 def row_kinds(session):

@@ -32,7 +32,7 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ludus.errors import EngineBusy, EngineError, UserError
-from ludus.gateway.dialects.base import Dialect, SessionRequest, event_bytes
+from ludus.gateway.dialects.base import Dialect, SessionRequest
 from ludus.gateway.dialects.chat import CHAT
 from ludus.gateway.dialects.completions import COMPLETIONS
 from ludus.gateway.dialects.messages import MESSAGES
@@ -258,8 +258,7 @@ class SessionServer:
         if turns is None:
             return Response(status_code=_CLIENT_GONE)
         name = secrets.token_hex(12)
-        whole = _content(dialect, asked, name, turns)
-        kind = "text/event-stream" if asked.stream else "application/json"
+        whole, kind = dialect.content(asked, name, turns)
 
         async def commit() -> None:
             await served.commit(name, asked, turns)
@@ -310,12 +309,6 @@ class SessionServer:
                 continue
             await asyncio.sleep(0.05)
         return Response(status_code=_NO_CONTENT)
-
-
-def _content(dialect: Dialect, asked: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> bytes:
-    if not asked.stream:
-        return bytes(json_response(dialect.reply(asked, name, turns)).body)
-    return b"".join(event_bytes(*event) for event in dialect.events(asked, name, turns)) + dialect.end
 
 
 def _retry_key(request: Request, raw: bytes) -> bytes:

@@ -216,7 +216,7 @@ class AgentSession:
         if is_text and isinstance(chat, EngineChatSession):
             text = decode_exactly(chat.renderer.tokenizer, chat.segments[-1].tokens, skip_special=True)
             action = Action(Message(role="assistant", content=text), finish_reason=action.finish_reason)
-        action, stopped_by = _cut(action, limits.stop)
+        action, stopped_by = cut_at_stop(action, limits.stop)
         action = _with_ids(action, f"{self._salt}{request}")
         before, tokens = _tokens(chat.segments[:number]), _tokens(chat.segments[number:])
 
@@ -431,7 +431,7 @@ def _common_segments(segments: Sequence[Segment], tokens: tuple[int, ...]) -> Se
     return segments
 
 
-def _cut(action: Action, stop: tuple[str, ...]) -> tuple[Action, str]:
+def cut_at_stop(action: Action, stop: tuple[str, ...]) -> tuple[Action, str]:
     """Return the action with its text up to the first stop string, as servers return it, and that string."""
     content = action.message["content"]
     ends = [(found, text) for text in stop if text and (found := content.find(text)) >= 0]

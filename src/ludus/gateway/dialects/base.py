@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 
 from pydantic import BaseModel, Field
 
-from ludus.gateway.protocol.bodies import BadRequest, JsonBody, Sampling
+from ludus.gateway.protocol.bodies import BadRequest, JsonBody, Sampling, error_body, json_bytes
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 from ludus.tools.base import DescribedTool, FunctionSchema, ToolSchema, described_tool
 from ludus.types import JSON, Guide, Message, MessageToolCall
@@ -63,6 +63,11 @@ class SessionSampling(Sampling):
                 raise BadRequest(f"{name} is not supported.")
 
 
+def openai_error(status: int, message: str, code: str | None) -> JsonBody:
+    """Return the body of an error as OpenAI's endpoints do."""
+    return error_body(message, status, code)
+
+
 @dataclass(frozen=True)
 class Dialect:
     """An endpoint: `parse` reads a body, `reply` and `events` are the whole and the streamed reply.
@@ -73,8 +78,15 @@ class Dialect:
     parse: Callable[[bytes, Histories], SessionRequest]
     reply: Callable[[SessionRequest, str, Sequence[PendingTurn]], JsonBody]
     events: Callable[[SessionRequest, str, Sequence[PendingTurn]], Iterator[Event]]
-    error: Callable[[int, str, str | None], JsonBody]
+    error: Callable[[int, str, str | None], JsonBody] = openai_error
     end: bytes = b""
+
+    def content(self, asked: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> tuple[bytes, str]:
+        """Return the reply, or all events of a stream, and the media type."""
+        if not asked.stream:
+            return json_bytes(self.reply(asked, name, turns)), "application/json"
+        events = b"".join(event_bytes(*event) for event in self.events(asked, name, turns))
+        return events + self.end, "text/event-stream"
 
 
 def event_bytes(name: str, data: JsonBody) -> bytes:

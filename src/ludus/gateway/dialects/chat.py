@@ -14,7 +14,7 @@ from ludus.gateway.dialects.base import (
     function_tool,
     reply_calls,
 )
-from ludus.gateway.protocol.bodies import ChatRequest, JsonBody, error_body, read_body
+from ludus.gateway.protocol.bodies import ChatRequest, JsonBody, read_body
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 
 
@@ -95,9 +95,5 @@ def _chunk(request: SessionRequest, name: str, index: int, delta: JsonBody, reas
     return "", _body("chat.completion.chunk", request, name, [choice])
 
 
-def _error(status: int, message: str, code: str | None) -> JsonBody:
-    return error_body(message, status, code)
-
-
-CHAT = Dialect(parse, reply, events, _error, b"data: [DONE]\n\n")
+CHAT = Dialect(parse, reply, events, end=b"data: [DONE]\n\n")
 """Chat completions."""

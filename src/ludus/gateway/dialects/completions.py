@@ -5,15 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from ludus.gateway.dialects.base import Dialect, Event, Histories, SessionRequest, SessionSampling
-from ludus.gateway.protocol.bodies import (
-    BadRequest,
-    CompletionRequest,
-    JsonBody,
-    error_body,
-    read_body,
-    response_body,
-    text_choice,
-)
+from ludus.gateway.protocol.bodies import BadRequest, CompletionRequest, JsonBody, read_body, response_body, text_choice
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 
 _REFUSED = ("echo", "logprobs", "prompt_logprobs", "stop_token_ids", "ignore_eos", "include_stop_str_in_output")
@@ -74,9 +66,5 @@ def _usage(turns: Sequence[PendingTurn]) -> tuple[int, int]:
     return turns[0].num_prompt_tokens, sum(turn.num_tokens for turn in turns)
 
 
-def _error(status: int, message: str, code: str | None) -> JsonBody:
-    return error_body(message, status, code)
-
-
-COMPLETIONS = Dialect(parse, reply, events, _error, b"data: [DONE]\n\n")
+COMPLETIONS = Dialect(parse, reply, events, end=b"data: [DONE]\n\n")
 """Completions."""

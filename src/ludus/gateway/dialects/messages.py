@@ -16,6 +16,7 @@ from ludus.gateway.dialects.base import (
     function_call,
     function_tool,
     reply_calls,
+    schema_guide,
 )
 from ludus.gateway.protocol.bodies import BadRequest, JsonBody, read_body
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
@@ -71,8 +72,21 @@ class _Choice(BaseModel):
     name: str = ""
 
 
+class _Format(BaseModel):
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    type: Literal["json_schema"]
+    schema_: dict[str, JsonValue] = Field(alias="schema")
+
+
+class _OutputConfig(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    format: _Format | None = None
+
+
 class MessagesRequest(BaseModel):
-    """Body of `/v1/messages`; other fields are labels. Temperature and filters are the trainer's."""
+    """Body of `/v1/messages`; other fields are labels. `output_format` is an older name of `output_config.format`."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
@@ -84,7 +98,8 @@ class MessagesRequest(BaseModel):
     tool_choice: _Choice | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = False
-    output_config: dict[str, JsonValue] | None = None
+    output_config: _OutputConfig | None = None
+    output_format: _Format | None = None
 
 
 def parse(raw: bytes, _: Histories) -> SessionRequest:
@@ -94,12 +109,12 @@ def parse(raw: bytes, _: Histories) -> SessionRequest:
     messages = [Message(role="system", content=system)] if system else []
     for said in body.messages:
         messages += _messages(said)
-    if (body.output_config or {}).get("format") is not None:
-        raise BadRequest("output_config.format is not supported.")
+    form = (body.output_config.format if body.output_config is not None else None) or body.output_format
+    guide = schema_guide(form.schema_ if form is not None else None)
     choice = body.tool_choice or _Choice(type="auto")
     tools = [tool for tool in body.tools or [] if tool.input_schema is not None] if choice.type != "none" else []
     must_call = choice.type in ("any", "tool")
-    limits = ReplyLimits(body.max_tokens, tuple(body.stop_sequences or ()), None, must_call, choice.name)
+    limits = ReplyLimits(body.max_tokens, tuple(body.stop_sequences or ()), guide, must_call, choice.name)
     return SessionRequest(
         messages,
         [function_tool(tool.name, tool.description, tool.input_schema) for tool in tools],

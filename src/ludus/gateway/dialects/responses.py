@@ -20,7 +20,7 @@ from ludus.gateway.dialects.base import (
     reply_calls,
     schema_guide,
 )
-from ludus.gateway.protocol.bodies import BadRequest, JsonBody, error_body, read_body
+from ludus.gateway.protocol.bodies import BadRequest, JsonBody, read_body
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 from ludus.types import Message
 
@@ -267,9 +267,5 @@ def _response(request: SessionRequest, name: str, turn: PendingTurn, output: lis
     }
 
 
-def _error(status: int, message: str, code: str | None) -> JsonBody:
-    return error_body(message, status, code)
-
-
-RESPONSES = Dialect(parse, reply, events, _error)
+RESPONSES = Dialect(parse, reply, events)
 """OpenAI's Responses."""
