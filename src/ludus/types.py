@@ -432,7 +432,14 @@ class Trajectory:
         if len(self.rows) == 1:
             return self
         segments = [self.segments[i] for i in dict.fromkeys(i for row in self.rows for i in row)]
-        return replace(self, segments=tuple(replace(segment, parent=None) for segment in segments))
+        actions = list(dict.fromkeys(number for row in self.row_actions for number in row))
+        return replace(
+            self,
+            segments=tuple(replace(segment, parent=None) for segment in segments),
+            turn_rewards=_select(self.turn_rewards, actions),
+            anchors=_select(self.anchors, actions),
+            turn_progress=_select(self.turn_progress, actions),
+        )
 
     def _chain_of(self, number: int, actions: Sequence[int]) -> Trajectory:
         chain = replace(

@@ -423,3 +423,39 @@ def test_text_completion_and_chat_of_the_same_words_are_different_rows():
             return row_kinds(session)
 
     assert run(dialogue()) == [["prompt", "action"]] * 2
+
+
+def test_reward_of_a_response_is_the_reward_of_its_turn():
+    async def dialogue():
+        server = SessionServer()
+        lines = ("a", "b", "c", "d", "e", "f")
+        async with serving(*lines, server=server) as (session, client, _), serving("z", server=server) as (_, two, _):
+            sdk, messages = openai_of(client), [user("x")]
+            await sdk.chat.completions.create(model="m", messages=messages)
+            messages += [{"role": "assistant", "content": "a"}, user("y")]
+            second = await sdk.responses.create(model="m", input=messages)
+            third = await anthropic_of(client).messages.create(model="m", max_tokens=9, messages=[user("z")])
+            fork = await sdk.completions.create(model="m", prompt="q", n=2)
+            assert session.turn_rewards() == ()
+            other = (await two.post("/chat/completions", json=chat(user("x")))).json()
+            bodies = (
+                {"response_id": second.id, "reward": 2},
+                {"response_id": third.id, "reward": 7},
+                {"response_id": third.id, "reward": 3},
+                {"response_id": fork.id, "index": 1, "reward": -1},
+                {"reward": 0.5},
+                {"response_id": fork.id, "reward": 1},
+                {"response_id": fork.id, "index": 2, "reward": 1},
+                {"response_id": other["id"], "reward": 1},
+                {"response_id": "chatcmpl-x", "reward": 1},
+            )
+            status = [await client.post("/reward", json=body) for body in bodies]
+            assert [one.status_code for one in status] == [200] * 5 + [400, 404, 404, 404]
+            assert [one.json()["error"]["message"] for one in status[-2:]] == [
+                f"The session has sent no response {other['id']!r}.",
+                "The session has sent no response 'chatcmpl-x'.",
+            ]
+            await sdk.chat.completions.create(model="m", messages=messages)  # the second turn again, as a fork
+            return session.reward, session.turn_rewards(), [s.kind for s in session.segments()].count("action")
+
+    assert run(dialogue()) == (0.5, (0.0, 2.0, 3.0, 0.0, -1.0, 0.0), 6)

@@ -210,7 +210,7 @@ async def complete_dialect(service: CompletionService, dialect: Dialect, raw: by
         raise EngineError("The request was aborted.")
     parse = partial(prompt.renderer.parse, done.tokens, prompt.turn, done.finish_reason, asked.tools)
     action, stopped_by = cut_at_stop(await service.threads.do(parse), limits.stop)
-    turn = PendingTurn(action, prompt.ids, done.tokens, lambda: None, stopped_by)
+    turn = PendingTurn(action, prompt.ids, done.tokens, lambda: None, stopped_by=stopped_by)
     return await service.threads.do(partial(dialect.content, asked, name, [turn]))
 
 

@@ -65,13 +65,15 @@ _CONTEXT: Final = 2**17  # bodies of up to this many tokens are accepted; the se
 
 @dataclass(eq=False)
 class _Served:
-    """A session, the event loop that samples, and what retries and `previous_response_id` refer to."""
+    """A session, the event loop that samples, and what retries, `previous_response_id` and rewards refer to."""
 
     key: str
     session: AgentSession
     loop: asyncio.AbstractEventLoop
     sent: OrderedDict[bytes, Response] = field(default_factory=OrderedDict)
     histories: OrderedDict[str, Sequence[Message]] = field(default_factory=OrderedDict)
+    places: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """Places of the choices of each sent response."""
     num_running: int = 0
 
     async def sample(self, asked: SessionRequest) -> list[PendingTurn]:
@@ -102,9 +104,21 @@ class _Served:
                 turn.commit()
 
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(commit_all(), self.loop))
+        self.places[name] = [turn.place for turn in turns]
         self.histories[f"resp_{name}"] = [*asked.messages, turns[0].action.message]
         if len(self.histories) > _MAX_HISTORIES:
             self.histories.popitem(last=False)
+
+    def place(self, response_id: str, index: int | None) -> tuple[int, int]:
+        """Return the place of a response, or of its choice `index`. Raises BadRequest if the session has none."""
+        places = self.places.get(response_id.replace("_", "-").rpartition("-")[2])
+        if places is None:
+            raise BadRequest(f"The session has sent no response {response_id[:80]!r}.", _NOT_FOUND)
+        if index is None and len(places) > 1:
+            raise BadRequest(f"The response has {len(places)} choices; set index.")
+        if (index or 0) >= len(places):
+            raise BadRequest(f"The response {response_id[:80]!r} has no choice {index}.", _NOT_FOUND)
+        return places[index or 0]
 
     def remember(self, retry: bytes, response: Response) -> None:
         self.sent[retry] = response
@@ -136,7 +150,11 @@ class _Reply(Response):
 
 
 class _Reward(BaseModel):
+    """A reward of the rollout or, with the id of a response, of a turn: the choice `index` of several."""
+
     reward: float = Field(allow_inf_nan=False)
+    response_id: str | None = None
+    index: int | None = Field(None, ge=0)
 
 
 class _Result(BaseModel):
@@ -283,7 +301,11 @@ class SessionServer:
 
     async def _reward(self, request: Request, served: _Served) -> Response:
         check_json(request)
-        served.session.reward = read_body(_Reward, await request.body()).reward
+        given = read_body(_Reward, await request.body())
+        if given.response_id is None:
+            served.session.reward = given.reward
+        else:
+            served.session.rewards_by_place[served.place(given.response_id, given.index)] = given.reward
         return JSONResponse({"status": "ok"})
 
     async def _done(self, request: Request, served: _Served) -> Response:

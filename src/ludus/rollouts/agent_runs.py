@@ -239,13 +239,14 @@ class AgentRunner:
                 raise session.error
             total_s, model_s = time.perf_counter() - begin, sum(session.seconds)
             waited_s = session.timeout.paused_s if session.timeout is not None else 0.0
-            segments = session.segments()
+            segments, turn_rewards = session.segments(), session.turn_rewards()
         return Trajectory(
             task_id=task.id,
             sample=sample,
             segments=segments,
             messages=tuple(_with_answer(session.messages or task.prompt, session.answer)),
             stop_reason=stop,
+            turn_rewards=turn_rewards,
             tags=dict(task.tags),
             shared_reward=True,
             timings=Timings(total_s - waited_s, model_s - waited_s, max(0.0, total_s - model_s), begin=started),

@@ -97,13 +97,14 @@ class ReplyLimits:
 class PendingTurn:
     """A sampled reply that is not yet part of the rollout. `commit` adds it; without, it leaves nothing.
 
-    `prompt` and `tokens` are empty if the policy exposes no tokens.
+    `prompt` and `tokens` are empty if the policy exposes no tokens. `place` is the row and its number of segments.
     """
 
     action: Action
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     commit: Callable[[], None]
+    place: tuple[int, int] = (0, 0)
     stopped_by: str = ""
     """The stop string of the request that ended the reply."""
 
@@ -133,6 +134,8 @@ class AgentSession:
     messages: list[Message] = field(init=False, default_factory=list)
     """The messages of the last committed request, and its reply."""
     reward: float | None = field(init=False, default=None)
+    rewards_by_place: dict[tuple[int, int], float] = field(init=False, default_factory=dict)
+    """Rewards that a client reported for single turns, by `PendingTurn.place`."""
     answer: str | None = field(init=False, default=None)
     client: AgentClient | None = field(init=False, default=None)
     ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
@@ -226,7 +229,7 @@ class AgentSession:
             if action.finish_reason == "length" and len(tokens) != limits.max_tokens:
                 self.end(StopReason.TRUNCATED)
 
-        return PendingTurn(action, before, tokens, commit, stopped_by)
+        return PendingTurn(action, before, tokens, commit, (row, len(chat.segments)), stopped_by)
 
     def end(self, reason: StopReason) -> RolloutEnded:
         """End the rollout, unless it has ended, and return the error for its client."""
@@ -249,11 +252,23 @@ class AgentSession:
 
     def segments(self) -> tuple[Segment, ...]:
         """Return the committed rows as a forest. Turns are numbered in the order of the segments."""
+        return tuple(_numbered(self._forest()[0]))
+
+    def turn_rewards(self) -> tuple[float, ...]:
+        """Return the reported reward of each action of `segments`, 0 if missing; empty if none was reported."""
+        segments, rows = self._forest()
+        given = self.rewards_by_place.items()
+        values = {rows[row][end - 1]: value for (row, end), value in given if row in rows}
+        return tuple(values.get(i, 0.0) for i, one in enumerate(segments) if one.kind == "action") if values else ()
+
+    def _forest(self) -> tuple[list[Segment], dict[int, list[int]]]:
+        """Return the segments of all committed rows, and the indices of each row's segments, by number of the row."""
         kept = [number for number, row in enumerate(self._rows) if row.end > row.shared]
         places = {number: place for place, number in enumerate(kept)}
         rows = [self._rows[number] for number in kept]
         chains = [(row.chat.segments[: row.end], places.get(row.of, 0), row.shared) for row in rows]
-        return tuple(_numbered(join_rows(chains)[0]))
+        segments, indices = join_rows(chains)
+        return segments, dict(zip(kept, indices, strict=True))
 
     @cached_property
     def _salt(self) -> str:
