@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
+from ludus.chat.recorded_texts import Prompt, RecordedTexts, common_segments, tokens_of
 from ludus.chat.render import decode_exactly
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import seed_for
@@ -90,7 +91,7 @@ class ReplyLimits:
     guide: Guide | None = None
     must_call: bool = False
     call_of: str = ""
-    prompt: str | tuple[int, ...] | None = None
+    prompt: Prompt | None = None
 
 
 @dataclass(eq=False)
@@ -144,8 +145,7 @@ class AgentSession:
     """Seconds of each committed reply."""
     _rows: list[_Row] = field(init=False, default_factory=list)
     _turns: dict[bytes, list[_Turn]] = field(init=False, default_factory=dict)
-    _texts: dict[str, tuple[int, ...]] = field(init=False, default_factory=dict)
-    """The recorded tokens of each text of `ReplyLimits.prompt` with its reply."""
+    _texts: RecordedTexts = field(init=False, default_factory=RecordedTexts)
     _num_requests: int = field(init=False, default=0)
     _num_running: int = field(init=False, default=0)
     _acting: set[asyncio.Task[Action | StopReason]] = field(init=False, default_factory=set)
@@ -195,9 +195,7 @@ class AgentSession:
                 if limits.prompt is None:
                     row, found = self._row_for(messages, tools)
                 else:
-                    text, prompt = self._text_and_tokens(limits.prompt)
-                    messages = [Message(role="user", content=text)]
-                    row, found = self._row_of(prompt)
+                    messages, row, found = self._row_of(limits.prompt)
             except (UserError, ValueError, TypeError, LookupError, RecursionError) as error:  # templates raise anything
                 why = error.message if isinstance(error, UserError) else describe_error(error)
                 raise InvalidRequest(f"The messages cannot be rendered: {why}") from error
@@ -221,7 +219,7 @@ class AgentSession:
             action = Action(Message(role="assistant", content=text), finish_reason=action.finish_reason)
         action, stopped_by = cut_at_stop(action, limits.stop)
         action = _with_ids(action, f"{self._salt}{request}")
-        before, tokens = _tokens(chat.segments[:number]), _tokens(chat.segments[number:])
+        before, tokens = tokens_of(chat.segments[:number]), tokens_of(chat.segments[number:])
 
         def commit() -> None:
             self._commit(row, messages, tools if limits.prompt is None else None, action)
@@ -342,36 +340,27 @@ class AgentSession:
         self._rows.append(_Row(chat))
         return len(self._rows) - 1, chat.open([*map(_renderable, messages)], tools)
 
-    def _text_and_tokens(self, prompt: str | tuple[int, ...]) -> tuple[str, tuple[int, ...]]:
-        """Return a prompt as text and tokens, those recorded as far as the text extends a recorded one."""
-        chat = self.make_chat()
+    def _row_of(self, prompt: Prompt) -> tuple[Sequence[Message], int, StopReason | None]:
+        """Return a prompt as a message, and what `_row_for` returns for messages."""
+        chat = self._new_chat()
         if not isinstance(chat, EngineChatSession):
             raise InvalidRequest("The policy exposes no tokens; use chat completions.")
-        if isinstance(prompt, str):
-            known = max((text for text in self._texts if prompt.startswith(text)), key=len, default="")
-            rest = chat.renderer.tokenizer.encode(prompt[len(known) :], add_special_tokens=not known)
-            text, tokens = prompt, (*self._texts.get(known, ()), *rest)
-        else:
-            text, tokens = decode_exactly(chat.renderer.tokenizer, prompt), prompt
+        text, tokens = self._texts.read(prompt, chat.renderer.tokenizer)
         if not tokens:
             raise InvalidRequest("The prompt has no tokens.")
-        return text, tokens
-
-    def _row_of(self, tokens: tuple[int, ...]) -> tuple[int, StopReason | None]:
-        """Return the number of the row whose next action follows the tokens; also the limit that they exceed."""
         found = []
         for number, row in enumerate(self._rows):
-            segments = _common_segments(row.chat.segments[: row.end], tokens)
+            segments = common_segments(row.chat.segments[: row.end], tokens)
             goes_on = row.is_open and row.end == len(segments)
             found.append((sum(len(segment.tokens) for segment in segments), goes_on, number, len(segments)))
         shared, _, number, end = max(found, default=(0, False, 0, 0))
         kept = self._continuation(number, end) if shared else None
         if kept is None:
-            self._rows.append(_Row(self._new_chat()))
+            self._rows.append(_Row(chat))
             kept = len(self._rows) - 1
         chat = self._rows[kept].chat
         assert isinstance(chat, EngineChatSession)
-        return kept, chat.extend(tokens[shared:])
+        return [Message(role="user", content=text)], kept, chat.extend(tokens[shared:])
 
     def _log_new_row(self, messages: Sequence[Message]) -> None:
         """Log, at the level DEBUG, the first message that differs from the last committed dialogue."""
@@ -417,33 +406,11 @@ class AgentSession:
         one.end, one.is_open = len(one.chat.segments), True
         self.messages = [*messages, action.message]
         if tools is None:
-            self._remember(messages[0]["content"], one.chat)
+            assert isinstance(one.chat, EngineChatSession)
+            self._texts.add(messages[0]["content"], one.chat.segments, one.chat.renderer)
             return
         *_, (_, digest) = _history_digests(self.messages, tools)
         self._turns.setdefault(digest, []).append(_Turn(row, one.end, action.message))
-
-    def _remember(self, text: str, chat: ChatSession) -> None:
-        """Record the tokens of a text with its reply, with and without the end-of-turn token, which replies lack."""
-        assert isinstance(chat, EngineChatSession)
-        tokens, sampled, renderer = _tokens(chat.segments), chat.segments[-1].tokens, chat.renderer
-        for num in {0, int(not {*sampled[-1:]}.isdisjoint(renderer.stop_token_ids))}:
-            reply = decode_exactly(renderer.tokenizer, sampled[: len(sampled) - num])
-            self._texts[text + reply] = tokens[: len(tokens) - num]
-
-
-def _tokens(segments: Sequence[Segment]) -> tuple[int, ...]:
-    return tuple(token for segment in segments for token in segment.tokens)
-
-
-def _common_segments(segments: Sequence[Segment], tokens: tuple[int, ...]) -> Sequence[Segment]:
-    """Return the first segments, as many as the tokens begin with."""
-    start = 0
-    for number, segment in enumerate(segments):
-        end = start + len(segment.tokens)
-        if tokens[start:end] != segment.tokens:
-            return segments[:number]
-        start = end
-    return segments
 
 
 def cut_at_stop(action: Action, stop: tuple[str, ...]) -> tuple[Action, str]:
