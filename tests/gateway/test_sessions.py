@@ -11,6 +11,7 @@ import pytest
 from pydantic import BaseModel
 
 from ludus.config.sections.rollout import RolloutConfig
+from ludus.engines.base import TOKEN_WATCHERS
 from ludus.gateway.sessions import SessionServer
 from ludus.rollouts.agent_session import AgentSession
 from ludus.types import StopReason, Trajectory
@@ -459,3 +460,186 @@ def test_reward_of_a_response_is_the_reward_of_its_turn():
             return session.reward, session.turn_rewards(), [s.kind for s in session.segments()].count("action")
 
     assert run(dialogue()) == (0.5, (0.0, 2.0, 3.0, 0.0, -1.0, 0.0), 6)
+
+
+def reports_tokens(engine, gate=None):
+    """Let a scripted engine report half of its tokens one by one, wait for `gate`, and report the others."""
+    generate = engine.generate
+
+    async def reported(request):
+        completion = await generate(request)
+        for place, token in enumerate(completion.tokens):
+            if gate is not None and place == len(completion.tokens) // 2:
+                await gate.wait()
+            if watch := TOKEN_WATCHERS.get(request.episode):
+                watch([token])
+            await asyncio.sleep(0.001)
+        return completion
+
+    engine.generate = reported
+
+
+LIVE = f"Let me see, it may be long. {SEARCH}"
+FUNCTION = {"name": "echo", "parameters": {"type": "object", "properties": {}}}
+
+
+async def stream_chat(client, add):
+    sdk = openai_of(client).chat.completions
+    async with sdk.stream(model="m", messages=[user("a")], tools=[TOOL | {"function": FUNCTION}]) as stream:
+        async for event in stream:
+            if event.type == "content.delta":
+                add(event.delta)
+        message = (await stream.get_final_completion()).choices[0].message
+        return message.content, message.tool_calls[0].function.arguments
+
+
+async def stream_responses(client, add):
+    async with openai_of(client).responses.stream(
+        model="m", input="a", tools=[{"type": "function", **FUNCTION, "strict": False}]
+    ) as stream:
+        numbers = []
+        async for event in stream:
+            numbers.append(event.sequence_number)
+            if event.type == "response.output_text.delta":
+                add(event.delta)
+        assert numbers == list(range(len(numbers)))
+        found = await stream.get_final_response()
+        assert [one.type for one in found.output] == ["message", "function_call"]
+        return found.output_text, found.output[1].arguments
+
+
+async def stream_messages(client, add):
+    tools = [{"name": "echo", "input_schema": FUNCTION["parameters"]}]
+    asked = {"model": "m", "max_tokens": 200, "messages": [user("a")], "tools": tools}
+    async with anthropic_of(client).messages.stream(**asked) as stream:
+        async for text in stream.text_stream:
+            add(text)
+        found = await stream.get_final_message()
+        assert found.usage.input_tokens > 0
+        assert (found.stop_reason, [one.type for one in found.content]) == ("tool_use", ["text", "tool_use"])
+        return found.content[0].text, json.dumps(found.content[1].input)
+
+
+async def stream_completion(client, add):
+    async for chunk in await openai_of(client).completions.create(model="m", prompt="a", stream=True, max_tokens=200):
+        add(chunk.choices[0].text)
+    return
+
+
+@pytest.mark.parametrize("read", [stream_chat, stream_responses, stream_messages, stream_completion])
+def test_text_is_streamed_while_it_is_sampled(read):
+    async def dialogue():
+        gate, texts = asyncio.Event(), []
+
+        def add(text):
+            texts.append(text)
+            gate.set()  # the engine waits for the first text
+
+        async with serving(LIVE) as (session, client, engine):
+            reports_tokens(engine, gate)
+            found = await asyncio.wait_for(read(client, add), 10)
+            assert session.num_turns == 1
+            return texts, found
+
+    texts, found = run(dialogue())
+    assert len([text for text in texts if text]) > 2
+    if found is None:
+        assert "".join(texts) == LIVE
+        return
+    content, arguments = found
+    assert "".join(texts) == content == "Let me see, it may be long."
+    assert json.loads(arguments) == {"text": "x"}
+
+
+def test_streamed_reply_that_fails_or_has_no_client_leaves_nothing():
+    async def dialogue():
+        async with serving("one two three", "four five six", "b") as (session, client, engine):
+            hangs = asyncio.Event()
+            reports_tokens(engine, hangs)
+            body = chat(user("x"), stream=True)
+            async with client.stream("POST", "/chat/completions", json=body) as response:
+                await anext(response.aiter_text())
+            await asyncio.sleep(0.5)
+            assert (session.num_turns, session.segments(), TOKEN_WATCHERS) == (0, (), {})
+            failing = asyncio.create_task(client.post("/messages", json={"messages": [user("x")], "stream": True}))
+            await asyncio.sleep(0.3)
+            session.end(StopReason.MAX_TURNS)
+            for one in session._acting:
+                one.cancel()
+            text = (await failing).text
+            assert "event: content_block_delta" in text
+            assert json.loads(text.split("event: error\ndata: ")[1])["type"] == "error"
+            return session.num_turns
+
+    assert run(dialogue()) == 0
+
+
+ODD = (
+    "one two</think>three",
+    f"one</think>{SEARCH}",
+    f"{SEARCH} {SEARCH}",
+    "<tool_call>\n{bad",
+    "",
+    " one\n",
+    "[1] <b>",
+)
+STREAMED = {
+    "chat/completions": chat(user("a"), tools=[TOOL]),
+    "responses": {"input": "a", "tools": [{"type": "function", "name": "echo", "parameters": {}}]},
+    "messages": {"messages": [user("a")], "tools": [{"name": "echo", "input_schema": {}}]},
+    "completions": {"prompt": "a", "max_tokens": 200},
+}
+
+
+def streamed_text(events):
+    """The text of a stream in any dialect."""
+    parts = []
+    for one in events:
+        if one.get("choices"):
+            choice = one["choices"][0]
+            parts.append(choice["text"] if "text" in choice else choice["delta"].get("content") or "")
+        elif one.get("type") == "response.output_text.delta":
+            parts.append(one["delta"])
+        elif one.get("type") == "content_block_delta":
+            parts.append(one["delta"].get("text", ""))
+    return "".join(parts)
+
+
+@pytest.mark.parametrize("kind", STREAMED)
+def test_stream_of_any_reply_has_its_whole_content(kind):
+    """What was streamed as text and is none is followed by the content; parts have consecutive numbers."""
+
+    async def dialogue():
+        async with serving(*ODD, limits=RolloutConfig(max_turns=20)) as (session, client, engine):
+            reports_tokens(engine)
+            for _ in ODD:
+                text = (await client.post(f"/{kind}", json=STREAMED[kind] | {"stream": True})).text
+                events, reply = data_of(text), session.messages[-1]
+                assert streamed_text(events).strip().endswith(reply["content"].strip())
+                assert all(one["id"] in text for one in reply.get("tool_calls", []))
+                check_numbers(events)
+            return session.num_turns
+
+    assert run(dialogue()) == len(ODD)
+
+
+def check_numbers(events):
+    """Blocks and items begin and end in order."""
+    for begin, end, key in (
+        ("content_block_start", "content_block_stop", "index"),
+        ("response.output_item.added", "response.output_item.done", "output_index"),
+    ):
+        begun, ended = ([one[key] for one in events if one.get("type") == kind] for kind in (begin, end))
+        assert begun == ended == list(range(len(begun)))
+    if events[0].get("type", "").startswith("response."):
+        assert len(events[-1]["response"]["output"]) == len(begun)
+
+
+def test_thoughts_are_not_streamed_as_text():
+    async def dialogue():
+        async with serving(THOUGHT) as (_, client, engine):
+            reports_tokens(engine)
+            response = await client.post("/chat/completions", json=chat(user("a"), stream=True))
+            return [one["choices"][0]["delta"] for one in data_of(response.text)]
+
+    assert run(dialogue())[1:] == [{"reasoning_content": "hm"}, {"content": "hello"}, {}]

@@ -17,13 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
 from ludus.chat.recorded_texts import Prompt, RecordedTexts, common_segments, tokens_of
-from ludus.chat.render import decode_exactly
+from ludus.chat.render import Renderer, decode_exactly
 from ludus.config.sections.rollout import RolloutConfig
-from ludus.engines.base import seed_for
+from ludus.engines.base import TOKEN_WATCHERS, seed_for
 from ludus.envs.tool_env import describe_error
 from ludus.errors import EngineError, LudusError, RequestRejected, UserError
 from ludus.rollouts.episode import EPISODE_TIMEOUT, ChatSession, EngineChatSession, is_being_cancelled
@@ -83,7 +83,8 @@ class ReplyLimits:
     """What a request may set: the maximum number of tokens, strings that end the reply, and a guide.
 
     With `must_call` the reply has a call, of the tool `call_of` if that is set. With `prompt`, the reply follows that
-    text or these tokens, in place of messages.
+    text or these tokens, in place of messages. `watch` is called with the number of tokens of the prompt and new tokens
+    while the reply is sampled, if the engine reports them.
     """
 
     max_tokens: int | None = None
@@ -92,6 +93,7 @@ class ReplyLimits:
     must_call: bool = False
     call_of: str = ""
     prompt: Prompt | None = None
+    watch: Callable[[int, Sequence[int]], None] | None = None
 
 
 @dataclass(eq=False)
@@ -151,10 +153,15 @@ class AgentSession:
     _acting: set[asyncio.Task[Action | StopReason]] = field(init=False, default_factory=set)
     _lock: asyncio.Lock = field(init=False, default_factory=asyncio.Lock)
 
+    @property
+    def renderer(self) -> Renderer | None:
+        """The renderer of the policy; None if it exposes no tokens."""
+        chat = self.make_chat()
+        return chat.renderer if isinstance(chat, EngineChatSession) else None
+
     def num_tokens(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
         """Return the number of tokens of a dialogue as a prompt; 0 if the policy exposes no tokens."""
-        chat = self.make_chat()
-        return len(chat.renderer.prompt(messages, tools)) if isinstance(chat, EngineChatSession) else 0
+        return 0 if (renderer := self.renderer) is None else len(renderer.prompt(messages, tools))
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> Message:
         """Return the policy's next message. Raises RolloutEnded after the end of the rollout."""
@@ -320,10 +327,13 @@ class AgentSession:
         chat.params = replace(
             before, max_new_tokens=most, stop=tuple(filter(None, limits.stop)), guide=guide or before.guide
         )
+        if limits.watch is not None:
+            TOKEN_WATCHERS[chat.episode] = partial(limits.watch, len(tokens_of(chat.segments)))
         try:
             yield
         finally:
             chat.params = before
+            TOKEN_WATCHERS.pop(chat.episode, None)
 
     def _row_for(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, StopReason | None]:
         """Return the number of the row whose next action replies to the messages; also the limit that they exceed."""

@@ -9,10 +9,12 @@ from ludus.gateway.dialects.base import (
     Dialect,
     Event,
     Histories,
+    Sent,
     SessionRequest,
     SessionSampling,
     function_tool,
     reply_calls,
+    unsent,
 )
 from ludus.gateway.protocol.bodies import ChatRequest, JsonBody, read_body
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
@@ -50,13 +52,26 @@ def reply(request: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> J
     return _body("chat.completion", request, name, choices) | {"usage": _usage(turns)}
 
 
-def events(request: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> Iterator[Event]:
-    """Yield the chunks of chat completions."""
+def begin(request: SessionRequest, name: str, _: int) -> list[Event]:
+    """Return the first chunk."""
+    return [_chunk(request, name, 0, {"role": "assistant", "content": ""})]
+
+
+def delta(request: SessionRequest, name: str, text: str, _: int) -> Event:
+    """Return a chunk of text."""
+    return _chunk(request, name, 0, {"content": text})
+
+
+def events(request: SessionRequest, name: str, turns: Sequence[PendingTurn], sent: Sent) -> Iterator[Event]:
+    """Yield the chunks of chat completions after the text that was sent."""
     for i, turn in enumerate(turns):
         message = _message(turn)
         calls = message.pop("tool_calls", [])
         assert isinstance(calls, list)
-        yield _chunk(request, name, i, {"role": "assistant", "content": ""})
+        if sent.text:
+            message["content"] = unsent(turn.action.message["content"], sent.text)
+        else:
+            yield _chunk(request, name, i, {"role": "assistant", "content": ""})
         for part in ("reasoning_content", "content"):
             if message.get(part):
                 yield _chunk(request, name, i, {part: message[part]})
@@ -95,5 +110,5 @@ def _chunk(request: SessionRequest, name: str, index: int, delta: JsonBody, reas
     return "", _body("chat.completion.chunk", request, name, [choice])
 
 
-CHAT = Dialect(parse, reply, events, end=b"data: [DONE]\n\n")
+CHAT = Dialect(parse, reply, events, begin, delta, end=b"data: [DONE]\n\n")
 """Chat completions."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from ludus.gateway.dialects.base import Dialect, Event, Histories, SessionRequest, SessionSampling
+from ludus.gateway.dialects.base import Dialect, Event, Histories, Sent, SessionRequest, SessionSampling, unsent
 from ludus.gateway.protocol.bodies import BadRequest, CompletionRequest, JsonBody, read_body, response_body, text_choice
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 
@@ -46,10 +46,23 @@ def reply(request: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> J
     return response_body("text_completion", f"cmpl-{name}", request.model, choices, _usage(turns))
 
 
-def events(request: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> Iterator[Event]:
-    """Yield a chunk for each choice, and the usage if it was requested."""
+def begin(request: SessionRequest, name: str, _: int) -> list[Event]:
+    """Return nothing: all chunks have text."""
+    return []
+
+
+def delta(request: SessionRequest, name: str, text: str, _: int) -> Event:
+    """Return a chunk of text."""
+    return "", response_body("text_completion", f"cmpl-{name}", request.model, [text_choice(0, text, None)])
+
+
+def events(request: SessionRequest, name: str, turns: Sequence[PendingTurn], sent: Sent) -> Iterator[Event]:
+    """Yield the rest of each choice after the text that was sent, and the usage if it was requested."""
     for i, turn in enumerate(turns):
-        yield "", response_body("text_completion", f"cmpl-{name}", request.model, [_choice(request, i, turn)])
+        choice = _choice(request, i, turn)
+        if sent.text:
+            choice["text"] = unsent(turn.action.message["content"], sent.text)
+        yield "", response_body("text_completion", f"cmpl-{name}", request.model, [choice])
     if request.echo["include_usage"]:
         yield "", response_body("text_completion", f"cmpl-{name}", request.model, [], _usage(turns))
 
@@ -66,5 +79,5 @@ def _usage(turns: Sequence[PendingTurn]) -> tuple[int, int]:
     return turns[0].num_prompt_tokens, sum(turn.num_tokens for turn in turns)
 
 
-COMPLETIONS = Dialect(parse, reply, events, end=b"data: [DONE]\n\n")
+COMPLETIONS = Dialect(parse, reply, events, begin, delta, end=b"data: [DONE]\n\n")
 """Completions."""
