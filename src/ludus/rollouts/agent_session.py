@@ -346,7 +346,7 @@ class AgentSession:
             if number is not None:
                 return number, self._rows[number].chat.observe(tail)
         chat = self._new_chat()
-        self._log_new_row(messages)
+        _log_new_row(len(self._rows), self.messages, messages)
         self._rows.append(_Row(chat))
         return len(self._rows) - 1, chat.open([*map(_renderable, messages)], tools)
 
@@ -358,12 +358,7 @@ class AgentSession:
         text, tokens = self._texts.read(prompt, chat.renderer.tokenizer)
         if not tokens:
             raise InvalidRequest("The prompt has no tokens.")
-        found = []
-        for number, row in enumerate(self._rows):
-            segments = common_segments(row.chat.segments[: row.end], tokens)
-            goes_on = row.is_open and row.end == len(segments)
-            found.append((sum(len(segment.tokens) for segment in segments), goes_on, number, len(segments)))
-        shared, _, number, end = max(found, default=(0, False, 0, 0))
+        shared, number, end = _longest_start(self._rows, tokens)
         kept = self._continuation(number, end) if shared else None
         if kept is None:
             self._rows.append(_Row(chat))
@@ -371,17 +366,6 @@ class AgentSession:
         chat = self._rows[kept].chat
         assert isinstance(chat, EngineChatSession)
         return [Message(role="user", content=text)], kept, chat.extend(tokens[shared:])
-
-    def _log_new_row(self, messages: Sequence[Message]) -> None:
-        """Log, at the level DEBUG, the first message that differs from the last committed dialogue."""
-        if not self.messages or not log.isEnabledFor(logging.DEBUG):
-            return
-        for number, (before, after) in enumerate(zip(self.messages, messages, strict=False)):
-            if _canonical(before) != _canonical(after):
-                texts = (json.dumps(message, ensure_ascii=False)[:500] for message in (before, after))
-                log.debug("row %d: message %d differs: %s became %s", len(self._rows), number, *texts)
-                return
-        log.debug("row %d: the messages are the same as far as they go, but the tools differ", len(self._rows))
 
     def _continuation(self, number: int, end: int) -> int | None:
         """Return a row if it has `end` segments, else a fork after them; None if its dialogue cannot fork."""
@@ -421,6 +405,29 @@ class AgentSession:
             return
         *_, (_, digest) = _history_digests(self.messages, tools)
         self._turns.setdefault(digest, []).append(_Turn(row, one.end, action.message))
+
+
+def _log_new_row(number: int, last: Sequence[Message], messages: Sequence[Message]) -> None:
+    """Log, at the level DEBUG, the first message that differs from the last committed dialogue."""
+    if not last or not log.isEnabledFor(logging.DEBUG):
+        return
+    for place, (before, after) in enumerate(zip(last, messages, strict=False)):
+        if _canonical(before) != _canonical(after):
+            texts = (json.dumps(message, ensure_ascii=False)[:500] for message in (before, after))
+            log.debug("row %d: message %d differs: %s became %s", number, place, *texts)
+            return
+    log.debug("row %d: the messages are the same as far as they go, but the tools differ", number)
+
+
+def _longest_start(rows: Sequence[_Row], tokens: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return how many tokens are the first segments of a row, that row, and its number of these segments."""
+    found = [(0, False, 0, 0)]
+    for number, row in enumerate(rows):
+        segments = common_segments(row.chat.segments[: row.end], tokens)
+        goes_on = row.is_open and row.end == len(segments)
+        found.append((len(tokens_of(segments)), goes_on, number, len(segments)))
+    shared, _, number, end = max(found)
+    return shared, number, end
 
 
 def cut_at_stop(action: Action, stop: tuple[str, ...]) -> tuple[Action, str]:
