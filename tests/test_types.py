@@ -1,5 +1,7 @@
 """Properties that a trajectory derives from its segments, for chains and for trees."""
 
+from dataclasses import replace
+
 import pytest
 
 from ludus.types import Message, Segment, StopReason, Trajectory
@@ -86,6 +88,16 @@ def test_every_leaf_of_a_tree_is_a_row():
     assert t.num_action_tokens == 3
 
 
+def test_turn_data_of_rows_with_one_reward_follow_the_order_of_the_rows():
+    #         0 prompt - 1 action - 4 action
+    #                  \ 2 observation - 3 action
+    t = trajectory(PROMPT, FIRST, branch(0, 30, kind="observation"), branch(None, 11), branch(1, 12))
+    (path,) = replace(t, shared_reward=True, turn_rewards=(1.0, 2.0, 3.0)).paths()
+    assert t.rows == ((0, 2, 3), (0, 1, 4))
+    assert path.trajectory.turn_rewards == (2.0, 1.0, 3.0)
+    assert [s.tokens for s in path.trajectory.segments if s.kind == "action"] == [(11,), FIRST.tokens, (12,)]
+
+
 @pytest.mark.parametrize("name", ["chain", "token_ids", "action_mask", "behavior_logprobs", "versions"])
 def test_chain_properties_of_a_tree_raise_value_error(name):
     tree = trajectory(PROMPT, FIRST, branch(0, 11))
@@ -117,8 +129,6 @@ def test_the_answer_is_the_last_complete_message(messages, stop, answer):
 
 
 def test_timings_are_ignored_in_trajectory_equality():
-    from dataclasses import replace
-
     from ludus.types import Timings
 
     one = trajectory(PROMPT, FIRST)

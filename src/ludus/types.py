@@ -449,13 +449,20 @@ class Trajectory:
         """Return all rows, or those of one agent with its reward, as one chain."""
         if len(self.rows) == 1 and not agent:
             return self
-        rows = self._rows_of(agent) if agent else self.rows
-        segments = tuple(replace(self.segments[i], parent=None) for i in dict.fromkeys(i for row in rows for i in row))
+        numbers = [n for n, row in enumerate(self.rows) if agent in ("", self.segments[row[-1]].agent)]
+        segments = [self.segments[i] for i in dict.fromkeys(i for n in numbers for i in self.rows[n])]
+        actions = list(dict.fromkeys(i for n in numbers for i in self.row_actions[n]))
+        chain = replace(
+            self,
+            segments=tuple(replace(segment, parent=None) for segment in segments),
+            turn_rewards=_select(self.turn_rewards, actions),
+            anchors=_select(self.anchors, actions),
+            turn_progress=_select(self.turn_progress, actions),
+        )
         if not agent:
-            return replace(self, segments=segments)
-        own = replace(self, segments=segments, turn_rewards=(), anchors=(), turn_progress=())
+            return chain
         reward = self.agent_rewards[agent]
-        return replace(own, reward=reward, agent_rewards={agent: reward})
+        return replace(chain, reward=reward, agent_rewards={agent: reward})
 
     def _chain_of(self, number: int, actions: Sequence[int]) -> Trajectory:
         chain = replace(

@@ -213,6 +213,37 @@ def test_tokens_are_shown_as_the_model_saw_them(tiny_run):
     assert "<|im_start|>" in said
 
 
+def with_rows(run):
+    """The first rollout of step 2 with two more rows: a fork of the first, and a prompt with the same start."""
+    records = list(read_rollouts(rollouts_path(run, 2)))
+    prompt, action, *_ = records[0].trajectory.segments
+    other = replace(prompt, tokens=(*prompt.tokens[:-3], *action.tokens[:2]), parent=-1)
+    segments = (prompt, action, replace(action, tokens=action.tokens[::-1], parent=0), other, action)
+    changed = replace(records[0].trajectory, segments=segments, shared_reward=True)
+    write_rollouts(rollouts_path(run, 2), [replace(records[0], trajectory=changed), *records[1:]])
+    return changed
+
+
+def test_all_rows_are_shown_with_their_first_difference(tiny_run, tmp_path):
+    from ludus.engines.models.loading import load_tokenizer
+
+    run = copy_run(tiny_run, tmp_path)
+    prompt, action, again, *_ = with_rows(run).segments
+    num, decode = len(prompt.tokens), load_tokenizer(str(run / "checkpoints" / "step-000002")).decode
+    said = ludus("show", run, "--step", "2", "--episodes", "1").out
+    assert "[prompt] Look first." in said
+    assert "row 0 has a new prompt\n" in said
+    assert f"row 1 forks from row 0 after {num} tokens; {num} tokens equal those of row 0\n" in said
+    assert f"row 0 continues with {decode(action.tokens[:24])!r}" in said
+    assert f"row 1 continues with {decode(again.tokens[:24])!r}" in said
+    assert f"row 2 has a new prompt; {num - 3} tokens equal those of row 0\n" in said
+    assert "[action] " + decode(again.tokens) in said
+    assert f"[action] {len(again.tokens)} tokens, turn " in ludus("show", run, "--step", "2", "--tokens").out
+    (run / "checkpoints").rename(run / "gone")
+    bare = ludus("show", run, "--step", "2", "--episodes", "1").out
+    assert f"row 1 continues with '{' '.join(map(str, again.tokens[:24]))}'" in bare
+
+
 def test_without_a_checkpoint_messages_stand_in_for_tokens(tiny_run, tmp_path):
     run = copy_run(tiny_run, tmp_path)
     (run / "checkpoints").rename(run / "gone")

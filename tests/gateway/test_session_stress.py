@@ -1,12 +1,14 @@
 """Random clients: what a session records equals what the engine was asked and returned, and what clients received."""
 
 import asyncio
+import json
 import random
 
 import httpx
 import pytest
 
 from ludus.config.sections.rollout import RolloutConfig
+from ludus.engines.base import TOKEN_WATCHERS
 from ludus.gateway.sessions import SessionServer
 from ludus.rollouts.agent_session import AgentSession
 from ludus.types import StopReason, Trajectory
@@ -27,6 +29,10 @@ class Recorder:
         async def recorded(request):
             await asyncio.sleep(self.rng.choice((0, 0, 0.003)))
             completion = await generate(request)
+            for token in completion.tokens:
+                if watch := TOKEN_WATCHERS.get(request.episode):
+                    watch([token])
+            await asyncio.sleep(0)
             self.made.append((request, completion))
             return completion
 
@@ -46,15 +52,31 @@ class Client:
         self.http, self.rng, self.received, self.num_started = http, rng, 0, 0
 
     async def ask(self, messages):
-        body = {"model": "m", "messages": messages, "tools": [TOOL]}
+        stream = self.rng.random() < 0.5
+        body = {"model": "m", "messages": messages, "tools": [TOOL], "stream": stream}
         response = await self.http.post("/chat/completions", json=body)
         assert response.status_code == 200, response.text
+        if stream:
+            return await self.streamed(response, messages)
         self.received += 1
         self.num_started += len(messages) == 1
         if self.rng.random() < 0.1:
             again = await self.http.post("/chat/completions", json=body, headers={"x-stainless-retry-count": "1"})
             assert again.content == response.content
         return response.json()["choices"][0]["message"]
+
+    async def streamed(self, response, messages):
+        """Count a streamed reply, and return its message."""
+        assert response.text.endswith("data: [DONE]\n\n")
+        self.received += 1
+        self.num_started += len(messages) == 1
+        message = {"role": "assistant", "content": ""}
+        for line in response.text.split("\n\n")[:-2]:
+            delta = json.loads(line.removeprefix("data: "))["choices"][0]["delta"]
+            for name in ("content", "reasoning_content", "tool_calls"):
+                if delta.get(name):
+                    message[name] = message[name] + delta[name] if name in message else delta[name]
+        return message
 
     async def run(self, num):
         await asyncio.gather(*(self.dialogue(f"{i}", num) for i in range(self.rng.choice((1, 1, 3)))))
@@ -72,7 +94,7 @@ class Client:
             elif habit < 0.2:  # the history is rewritten
                 messages = [{"role": "user", "content": f"summary {self.rng.random()}"}]
             elif habit < 0.3:  # the client gives up
-                body = {"model": "m", "messages": messages, "tools": [TOOL]}
+                body = {"model": "m", "messages": messages, "tools": [TOOL], "stream": self.rng.random() < 0.5}
                 with pytest.raises(httpx.ReadTimeout):
                     await self.http.post("/chat/completions", json=body, timeout=httpx.Timeout(5, read=1e-6))
 

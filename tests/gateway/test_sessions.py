@@ -4,14 +4,18 @@ import asyncio
 import json
 from contextlib import asynccontextmanager
 
+import anthropic
 import httpx
+import openai
 import pytest
+from pydantic import BaseModel
 
 from ludus.config.sections.rollout import RolloutConfig
+from ludus.engines.base import TOKEN_WATCHERS
 from ludus.gateway.sessions import SessionServer
 from ludus.rollouts.agent_session import AgentSession
-from ludus.types import StopReason
-from small_worlds import call, in_order, make_chat, scripted, tokenizer
+from ludus.types import StopReason, Trajectory
+from small_worlds import call, end_token, in_order, make_chat, scripted, tokenizer
 
 LIMITS = RolloutConfig()
 SEARCH = call("echo", text="x")
@@ -198,7 +202,14 @@ def test_client_that_disconnects_leaves_nothing():
         ("chat/completions", chat(user("x"), tools=[TOOL], tool_choice=None, stop=[""]), 200, "a"),
         ("responses", {"input": "x", "tools": None, "tool_choice": None, "model": None}, 200, "a"),
         ("messages", {"messages": [user("x")], "tools": None, "tool_choice": None, "stop_sequences": None}, 200, "a"),
-        ("messages", {"messages": [user("x")], "output_config": {"format": {"type": "json_schema"}}}, 400, "format"),
+        ("messages", {"messages": [user("x")], "output_config": {"format": {"type": "json_schema"}}}, 400, "schema"),
+        (
+            "messages",
+            {"messages": [user("x")], "output_config": {"format": {"type": "xml", "schema": {}}}},
+            400,
+            "type",
+        ),
+        ("messages", {"messages": [user("x")], "output_config": {"effort": "low", "format": None}}, 200, "a"),
         (
             "messages/count_tokens",
             {"messages": [user("x")], "tools": [{"name": "a", "input_schema": {"properties": 3}}]},
@@ -214,6 +225,13 @@ def test_client_that_disconnects_leaves_nothing():
         ("messages", {"messages": 3}, 400, "messages"),
         ("reward", {"reward": "much"}, 400, "reward"),
         ("chat/completions", chat(user("word " * 3000)), 400, "prompt_too_long"),
+        ("completions", {"prompt": "x", "echo": True}, 400, "echo"),
+        ("completions", {"prompt": "x", "logprobs": 1}, 400, "logprobs"),
+        ("completions", {"prompt": "x", "suffix": "y"}, 400, "suffix"),
+        ("completions", {"prompt": "x", "add_special_tokens": False}, 400, "add_special_tokens"),
+        ("completions", {"prompt": ["x", "y"]}, 400, "prompt"),
+        ("completions", {"prompt": ""}, 400, "no tokens"),
+        ("completions", {"prompt": "x", "temperature": 3, "user": "u", "max_tokens": None, "stop": None}, 200, "a"),
     ],
 )
 def test_invalid_requests_name_the_field(path, body, status, text):
@@ -260,6 +278,26 @@ def test_forced_tool_choice_guides_the_reply(path, body, named, required):
         assert ")+ text" in guide.text
 
 
+class Place(BaseModel):
+    country: str
+
+
+def test_structured_output_of_messages_guides_the_reply():
+    async def ask():
+        async with serving('{"country": "France"}', "b") as (_, client, engine):
+            sdk = anthropic_of(client)
+            asked = {"model": "m", "max_tokens": 50, "messages": [user("x")]}
+            found = await sdk.messages.parse(**asked, output_format=Place)
+            older = asked | {"output_format": {"type": "json_schema", "schema": {"type": "array"}}}
+            assert (await client.post("/messages", json=older)).status_code == 200
+            return found.parsed_output, [request.params.guide for request in engine.requests]
+
+    place, guides = run(ask())
+    assert place == Place(country="France")
+    assert [guide.kind for guide in guides] == ["json_schema"] * 2
+    assert json.loads(guides[0].text)["required"] == ["country"]
+
+
 def test_stop_sequence_is_cut_and_named():
     async def ask():
         async with serving("one END two", "three") as (session, client, _):
@@ -297,3 +335,311 @@ def test_requests_after_the_end_are_conflicts():
             return first.status_code, second.status_code, session.stop
 
     assert run(dialogue()) == (200, 409, StopReason.MAX_TURNS)
+
+
+def openai_of(client):
+    key = client.headers["Authorization"].removeprefix("Bearer ")
+    return openai.AsyncOpenAI(base_url=str(client.base_url), api_key=key, max_retries=0)
+
+
+def anthropic_of(client):
+    key = client.headers["Authorization"].removeprefix("Bearer ")
+    return anthropic.AsyncAnthropic(base_url=str(client.base_url).removesuffix("/v1/"), api_key=key, max_retries=0)
+
+
+def row_kinds(session):
+    segments = session.segments()
+    trajectory = Trajectory("t", 0, segments, (), StopReason.ANSWERED, shared_reward=True)
+    return [[segments[i].kind for i in row] for row in trajectory.rows]
+
+
+def test_completion_of_a_text_continues_its_row_by_recorded_tokens():
+    async def dialogue():
+        async with serving("one END two", "yes", "more", "other") as (session, client, engine):
+            complete = openai_of(client).completions.create
+            first = await complete(model="m", prompt="Q: a\nA:", stop=" END two", max_tokens=50)
+            assert (first.object, first.choices[0].finish_reason) == ("text_completion", "stop")
+            text = f"Q: a\nA:{first.choices[0].text} END two<|im_end|>\nQ: b\nA:"
+            second = await complete(model="m", prompt=text)
+            assert engine.requests[0].params.max_new_tokens == 50
+            sampled = (*tokenizer().encode("one END two"), end_token())
+            assert engine.requests[1].token_ids[: len(engine.requests[0].token_ids + sampled)] == (
+                engine.requests[0].token_ids + sampled
+            )
+            assert tokenizer().decode(engine.requests[1].token_ids) == text
+            assert second.usage.prompt_tokens == len(engine.requests[1].token_ids)
+            chunks = [one async for one in await complete(model="m", prompt="else", stream=True)]
+            assert "".join(one.choices[0].text for one in chunks) == "more"
+            return first.choices[0].text, row_kinds(session)
+
+    text, rows = run(dialogue())
+    assert text == "one"
+    assert rows == [["prompt", "action", "observation", "action"], ["prompt", "action"]]
+
+
+def test_text_after_a_reply_without_its_end_token_is_a_fork_of_recorded_tokens():
+    """The policy sees what the client wrote: no end-of-turn token within the text."""
+
+    async def dialogue():
+        async with serving("Paris", "yes") as (session, client, engine):
+            complete = openai_of(client).completions.create
+            first = await complete(model="m", prompt="Q: a\nA: ")
+            text = f"Q: a\nA: {first.choices[0].text}\nSure?"
+            await complete(model="m", prompt=text)
+            assert tokenizer().decode(engine.requests[1].token_ids) == text
+            return row_kinds(session)
+
+    assert run(dialogue()) == [["prompt", "action"], ["prompt", "observation", "action"]]
+
+
+def test_completion_of_token_ids_continues_any_row():
+    async def dialogue():
+        async with serving("a", "b", "c", "d") as (session, client, engine):
+            complete = openai_of(client).completions.create
+            prompt = tokenizer().encode("x y")
+            found = await complete(model="m", prompt=prompt, extra_body={"return_token_ids": True})
+            sampled = found.choices[0].model_extra["token_ids"]
+            assert found.choices[0].model_extra["prompt_token_ids"] == prompt
+            await complete(model="m", prompt=[*prompt, *sampled, *tokenizer().encode("z")])
+            assert row_kinds(session) == [["prompt", "action", "observation", "action"]]
+            await complete(model="m", prompt=[[*prompt, *sampled, *tokenizer().encode("else")]])  # a fork
+            assert row_kinds(session)[1] == ["prompt", "action", "observation", "action"]
+            (one, other) = (tuple(request.token_ids) for request in engine.requests[1:])
+            assert one[: len(prompt) + len(sampled)] == other[: len(prompt) + len(sampled)]
+            await complete(model="m", prompt=tokenizer().encode("quite other"))
+            return session.segments(), session.num_turns
+
+    segments, num = run(dialogue())
+    assert [s.kind for s in segments] == ["prompt", "action", *["observation", "action"] * 2, "prompt", "action"]
+    assert num == 4
+
+
+def test_text_completion_and_chat_of_the_same_words_are_different_rows():
+    async def dialogue():
+        async with serving("a", "b") as (session, client, _):
+            sdk = openai_of(client)
+            await sdk.completions.create(model="m", prompt="x")
+            said = [user("x"), {"role": "assistant", "content": "a"}, user("y")]
+            await sdk.chat.completions.create(model="m", messages=said)
+            return row_kinds(session)
+
+    assert run(dialogue()) == [["prompt", "action"]] * 2
+
+
+def test_reward_of_a_response_is_the_reward_of_its_turn():
+    async def dialogue():
+        server = SessionServer()
+        lines = ("a", "b", "c", "d", "e", "f")
+        async with serving(*lines, server=server) as (session, client, _), serving("z", server=server) as (_, two, _):
+            sdk, messages = openai_of(client), [user("x")]
+            await sdk.chat.completions.create(model="m", messages=messages)
+            messages += [{"role": "assistant", "content": "a"}, user("y")]
+            second = await sdk.responses.create(model="m", input=messages)
+            third = await anthropic_of(client).messages.create(model="m", max_tokens=9, messages=[user("z")])
+            fork = await sdk.completions.create(model="m", prompt="q", n=2)
+            assert session.turn_rewards() == ()
+            other = (await two.post("/chat/completions", json=chat(user("x")))).json()
+            bodies = (
+                {"response_id": second.id, "reward": 2},
+                {"response_id": third.id, "reward": 7},
+                {"response_id": third.id, "reward": 3},
+                {"response_id": fork.id, "index": 1, "reward": -1},
+                {"reward": 0.5},
+                {"response_id": fork.id, "reward": 1},
+                {"response_id": fork.id, "index": 2, "reward": 1},
+                {"response_id": other["id"], "reward": 1},
+                {"response_id": "chatcmpl-x", "reward": 1},
+            )
+            status = [await client.post("/reward", json=body) for body in bodies]
+            assert [one.status_code for one in status] == [200] * 5 + [400, 404, 404, 404]
+            assert [one.json()["error"]["message"] for one in status[-2:]] == [
+                f"The session has sent no response {other['id']!r}.",
+                "The session has sent no response 'chatcmpl-x'.",
+            ]
+            await sdk.chat.completions.create(model="m", messages=messages)  # the second turn again, as a fork
+            return session.reward, session.turn_rewards(), [s.kind for s in session.segments()].count("action")
+
+    assert run(dialogue()) == (0.5, (0.0, 2.0, 3.0, 0.0, -1.0, 0.0), 6)
+
+
+def reports_tokens(engine, gate=None):
+    """Let a scripted engine report half of its tokens one by one, wait for `gate`, and report the others."""
+    generate = engine.generate
+
+    async def reported(request):
+        completion = await generate(request)
+        for place, token in enumerate(completion.tokens):
+            if gate is not None and place == len(completion.tokens) // 2:
+                await gate.wait()
+            if watch := TOKEN_WATCHERS.get(request.episode):
+                watch([token])
+            await asyncio.sleep(0.001)
+        return completion
+
+    engine.generate = reported
+
+
+LIVE = f"Let me see, it may be long. {SEARCH}"
+FUNCTION = {"name": "echo", "parameters": {"type": "object", "properties": {}}}
+
+
+async def stream_chat(client, add):
+    sdk = openai_of(client).chat.completions
+    async with sdk.stream(model="m", messages=[user("a")], tools=[TOOL | {"function": FUNCTION}]) as stream:
+        async for event in stream:
+            if event.type == "content.delta":
+                add(event.delta)
+        message = (await stream.get_final_completion()).choices[0].message
+        return message.content, message.tool_calls[0].function.arguments
+
+
+async def stream_responses(client, add):
+    async with openai_of(client).responses.stream(
+        model="m", input="a", tools=[{"type": "function", **FUNCTION, "strict": False}]
+    ) as stream:
+        numbers = []
+        async for event in stream:
+            numbers.append(event.sequence_number)
+            if event.type == "response.output_text.delta":
+                add(event.delta)
+        assert numbers == list(range(len(numbers)))
+        found = await stream.get_final_response()
+        assert [one.type for one in found.output] == ["message", "function_call"]
+        return found.output_text, found.output[1].arguments
+
+
+async def stream_messages(client, add):
+    tools = [{"name": "echo", "input_schema": FUNCTION["parameters"]}]
+    asked = {"model": "m", "max_tokens": 200, "messages": [user("a")], "tools": tools}
+    async with anthropic_of(client).messages.stream(**asked) as stream:
+        async for text in stream.text_stream:
+            add(text)
+        found = await stream.get_final_message()
+        assert found.usage.input_tokens > 0
+        assert (found.stop_reason, [one.type for one in found.content]) == ("tool_use", ["text", "tool_use"])
+        return found.content[0].text, json.dumps(found.content[1].input)
+
+
+async def stream_completion(client, add):
+    async for chunk in await openai_of(client).completions.create(model="m", prompt="a", stream=True, max_tokens=200):
+        add(chunk.choices[0].text)
+    return
+
+
+@pytest.mark.parametrize("read", [stream_chat, stream_responses, stream_messages, stream_completion])
+def test_text_is_streamed_while_it_is_sampled(read):
+    async def dialogue():
+        gate, texts = asyncio.Event(), []
+
+        def add(text):
+            texts.append(text)
+            gate.set()  # the engine waits for the first text
+
+        async with serving(LIVE) as (session, client, engine):
+            reports_tokens(engine, gate)
+            found = await asyncio.wait_for(read(client, add), 10)
+            assert session.num_turns == 1
+            return texts, found
+
+    texts, found = run(dialogue())
+    assert len([text for text in texts if text]) > 2
+    if found is None:
+        assert "".join(texts) == LIVE
+        return
+    content, arguments = found
+    assert "".join(texts) == content == "Let me see, it may be long."
+    assert json.loads(arguments) == {"text": "x"}
+
+
+def test_streamed_reply_that_fails_or_has_no_client_leaves_nothing():
+    async def dialogue():
+        async with serving("one two three", "four five six", "b") as (session, client, engine):
+            hangs = asyncio.Event()
+            reports_tokens(engine, hangs)
+            body = chat(user("x"), stream=True)
+            async with client.stream("POST", "/chat/completions", json=body) as response:
+                await anext(response.aiter_text())
+            await asyncio.sleep(0.5)
+            assert (session.num_turns, session.segments(), TOKEN_WATCHERS) == (0, (), {})
+            failing = asyncio.create_task(client.post("/messages", json={"messages": [user("x")], "stream": True}))
+            await asyncio.sleep(0.3)
+            session.end(StopReason.MAX_TURNS)
+            for one in session._acting:
+                one.cancel()
+            text = (await failing).text
+            assert "event: content_block_delta" in text
+            assert json.loads(text.split("event: error\ndata: ")[1])["type"] == "error"
+            return session.num_turns
+
+    assert run(dialogue()) == 0
+
+
+ODD = (
+    "one two</think>three",
+    f"one</think>{SEARCH}",
+    f"{SEARCH} {SEARCH}",
+    "<tool_call>\n{bad",
+    "",
+    " one\n",
+    "[1] <b>",
+)
+STREAMED = {
+    "chat/completions": chat(user("a"), tools=[TOOL]),
+    "responses": {"input": "a", "tools": [{"type": "function", "name": "echo", "parameters": {}}]},
+    "messages": {"messages": [user("a")], "tools": [{"name": "echo", "input_schema": {}}]},
+    "completions": {"prompt": "a", "max_tokens": 200},
+}
+
+
+def streamed_text(events):
+    """The text of a stream in any dialect."""
+    parts = []
+    for one in events:
+        if one.get("choices"):
+            choice = one["choices"][0]
+            parts.append(choice["text"] if "text" in choice else choice["delta"].get("content") or "")
+        elif one.get("type") == "response.output_text.delta":
+            parts.append(one["delta"])
+        elif one.get("type") == "content_block_delta":
+            parts.append(one["delta"].get("text", ""))
+    return "".join(parts)
+
+
+@pytest.mark.parametrize("kind", STREAMED)
+def test_stream_of_any_reply_has_its_whole_content(kind):
+    """What was streamed as text and is none is followed by the content; parts have consecutive numbers."""
+
+    async def dialogue():
+        async with serving(*ODD, limits=RolloutConfig(max_turns=20)) as (session, client, engine):
+            reports_tokens(engine)
+            for _ in ODD:
+                text = (await client.post(f"/{kind}", json=STREAMED[kind] | {"stream": True})).text
+                events, reply = data_of(text), session.messages[-1]
+                assert streamed_text(events).strip().endswith(reply["content"].strip())
+                assert all(one["id"] in text for one in reply.get("tool_calls", []))
+                check_numbers(events)
+            return session.num_turns
+
+    assert run(dialogue()) == len(ODD)
+
+
+def check_numbers(events):
+    """Blocks and items begin and end in order."""
+    for begin, end, key in (
+        ("content_block_start", "content_block_stop", "index"),
+        ("response.output_item.added", "response.output_item.done", "output_index"),
+    ):
+        begun, ended = ([one[key] for one in events if one.get("type") == kind] for kind in (begin, end))
+        assert begun == ended == list(range(len(begun)))
+    if events[0].get("type", "").startswith("response."):
+        assert len(events[-1]["response"]["output"]) == len(begun)
+
+
+def test_thoughts_are_not_streamed_as_text():
+    async def dialogue():
+        async with serving(THOUGHT) as (_, client, engine):
+            reports_tokens(engine)
+            response = await client.post("/chat/completions", json=chat(user("a"), stream=True))
+            return [one["choices"][0]["delta"] for one in data_of(response.text)]
+
+    assert run(dialogue())[1:] == [{"reasoning_content": "hm"}, {"content": "hello"}, {}]

@@ -4,15 +4,21 @@ import asyncio
 import json
 import sys
 from contextlib import nullcontext
+from dataclasses import replace
 
 import httpx
 import pytest
 
+from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config.sections.rollout import AgentConfig, RolloutConfig
+from ludus.envs.agent_world import AgentWorld
 from ludus.errors import ConfigError, WorldError
 from ludus.gateway.sessions import SessionServer
 from ludus.rewards.base import check_scored_elsewhere, score
 from ludus.rollouts.agent_runs import AgentRunner, ExternalAgent
+from ludus.rollouts.ledger import RolloutKey
+from ludus.rollouts.scheduler import Episode
+from ludus.training.credit.advantages import assign_credit, turns_of_actions
 from ludus.types import StopReason
 from small_worlds import RecordingWorld, in_order, make_chat, make_task, scripted
 
@@ -68,6 +74,36 @@ def test_program_that_fails_or_hangs_is_a_failure_of_the_agent():
         play(program("import sys; sys.exit(3)"), "Paris")
     with pytest.raises(WorldError, match="does not start"):
         play(AgentConfig(command=["no-such-program"]))
+
+
+def test_rewards_of_responses_are_those_of_turns():
+    code = (
+        PROGRAM.replace('["choices"][0]["message"]', "")
+        + """
+def reward(**body):
+    headers = {"Content-Type": "application/json", "Authorization": "Bearer " + os.environ["OPENAI_API_KEY"]}
+    url = os.environ["OPENAI_BASE_URL"] + "/reward"
+    urllib.request.urlopen(urllib.request.Request(url, json.dumps(body).encode(), headers))
+first = ask(task["messages"])
+second = ask([*task["messages"], first["choices"][0]["message"], {"role": "user", "content": "Sure?"}])
+ask([{"role": "user", "content": "else"}])
+reward(response_id=second["id"], reward=1.0)
+"""
+    )
+    found = play(program(code), "Paris", "yes", "other")
+    assert (found.turn_rewards, found.num_turns, len(found.rows)) == ((0.0, 1.0, 0.0), 3, 2)
+    other = replace(found, sample=1, turn_rewards=())
+    group = [Episode(RolloutKey(1, "t", one.sample), make_task(), replace(one, reward=0.0)) for one in (found, other)]
+    better, worse = assign_credit([group], PRESETS["turn_return"])
+    for (one, other), turn in zip(zip(better.advantages, worse.advantages, strict=True), turns(found), strict=True):
+        assert one > other if turn < 2 else one == other  # the return of the first two turns has the reward
+    known = AgentWorld.of(lambda task, base_url, api_key: "", ["x"] * 5, lambda task, answer: 0.0)
+    assert known.emits_turn_rewards
+
+
+def turns(trajectory):
+    """The turn of each action token."""
+    return turns_of_actions(trajectory.paths()[0].trajectory)
 
 
 def test_background_process_of_a_program_does_not_hold_the_rollout():

@@ -110,6 +110,25 @@ def test_a_rollout_has_its_messages_and_the_numbers_of_each_token(run, client):
     assert first["id"] in page["group"]
 
 
+def test_rows_of_a_rollout_have_the_row_as_which_they_begin(tiny_run, tmp_path):
+    run = copy_run(tiny_run, tmp_path)
+    records = list(read_rollouts(rollouts_path(run, 1)))
+    prompt, action, *_ = records[0].trajectory.segments
+    segments = (prompt, action, replace(action, tokens=action.tokens[::-1], parent=0))
+    forked = replace(records[0], trajectory=replace(records[0].trajectory, segments=segments, shared_reward=True))
+    write_rollouts(rollouts_path(run, 1), [forked, *records[1:]])
+    with closing(RolloutIndex(RunFolder(run), solved)) as index:
+        index.refresh()
+        client = TestClient(make_app(RunPages(index)), base_url=LOCAL)
+        first, second = rows(client, step=1, training=1, limit=2)["rows"]
+        assert client.get(f"/api/rollout/{second['id']}").json()["rows"] == []
+        _, fork = client.get(f"/api/rollout/{first['id']}").json()["rows"]
+    num = len(prompt.tokens)
+    assert (fork["of"], fork["shared"], fork["recorded"]) == (0, num, num)
+    assert fork["before"] != fork["after"]
+    assert "<|im_end|>" in fork["before"] + fork["after"]
+
+
 def test_a_group_is_ordered_by_reward_and_compared_with_its_best(client):
     first = rows(client, step=1, training=1, limit=1)["rows"][0]
     members = client.get(f"/api/group/{first['id']}").json()["members"]

@@ -72,6 +72,8 @@ class Renderer(Protocol):
     """Strings that end an action."""
     stop_token_ids: tuple[int, ...]
     """Tokens that end an action and belong to it."""
+    streams_text: bool
+    """Whether the text before the first call or thought, which begin with a tag, begins the content of the message."""
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
         """Return the tokens of the prompt, including the generation prompt."""
@@ -154,6 +156,7 @@ class TemplateRenderer:
         self.guard = ControlGuard(tokenizer, str(template))
         self._parse = PARSERS[name if self.native_tools else "hermes"]
         self._starts_thinking = self._apply(_USER, generate=True).rstrip().endswith(THINK_OPEN)
+        self.streams_text = self._parse.name == "hermes" and not self._starts_thinking
         self._end, self._ends_at_role = self._find_end()
         self._call_end = self._find_call_end() if self.native_tools else self._end
         self.stop_token_ids = tuple(dict.fromkeys((self._end[1], self._call_end[1])))

@@ -24,6 +24,7 @@ class TagsRenderer:
     """Renderer of a tag protocol; the closing tags of a call and of the answer end an action."""
 
     stop_token_ids: tuple[int, ...] = ()
+    streams_text = False
 
     def __init__(self, tokenizer: Tokenizer, protocol: TagProtocol = SEARCH_R1) -> None:
         self.tokenizer, self.protocol = tokenizer, protocol

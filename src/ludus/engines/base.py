@@ -23,6 +23,10 @@ DEFAULT = "default"
 """Name of the model's own adapter, which `load_weights` replaces."""
 
 
+TOKEN_WATCHERS: dict[str, Callable[[Sequence[int]], None]] = {}
+"""Callables for new tokens by episode, which an engine of this process may call while it samples an action."""
+
+
 @dataclass(frozen=True, slots=True)
 class Request:
     """One action to sample.

@@ -136,5 +136,9 @@ class AgentWorld(World):
     def needs_server(self) -> bool:
         return uses_url(self.agent)
 
+    @property
+    def emits_turn_rewards(self) -> bool:
+        return self.needs_server
+
     def environment(self, task: Task) -> AgentEnvironment:
         return AgentEnvironment(self.agent, self.reward)

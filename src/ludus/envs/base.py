@@ -186,7 +186,7 @@ class World(ABC):
 
     @property
     def emits_turn_rewards(self) -> bool:
-        """Whether the steps of its environments have rewards, for turn-level advantages."""
+        """Whether the turns of its episodes may have rewards, for turn-level advantages."""
         return False
 
     @property

@@ -35,8 +35,10 @@ from ludus.engines.remote.gloo_broadcast import (
     run_in_thread,
 )
 from ludus.errors import EngineBusy, EngineError, RequestRejected, SyncError
-from ludus.gateway.endpoints import ControlAccess, HttpRouter, NoBody, error_response, json_response, until_disconnect
-from ludus.gateway.generation import complete, complete_chat, stream, stream_chat
+from ludus.gateway.dialects.base import openai_error
+from ludus.gateway.dialects.messages import MESSAGES
+from ludus.gateway.endpoints import ControlAccess, HttpRouter, NoBody, json_response, until_disconnect
+from ludus.gateway.generation import complete, complete_chat, complete_dialect, stream, stream_chat
 from ludus.gateway.protocol.bodies import (
     BadRequest,
     ChatRequest,
@@ -52,6 +54,7 @@ if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
+_MESSAGES_PATH = "/v1/messages"
 _CLIENT_GONE = 499
 _REFUSED, _CONFLICT, _BUSY, _FAILED = 400, 409, 429, 500
 
@@ -76,6 +79,7 @@ class PublicEndpoints:
         router.add("/v1/models", NoBody, self.models, method="GET")
         router.add("/v1/completions", CompletionRequest, self.completions)
         router.add("/v1/chat/completions", ChatRequest, self.chat)
+        router.add(_MESSAGES_PATH, NoBody, self.messages)
         router.add("/health", NoBody, self.health, method="GET")
         router.add("/metrics", NoBody, self.metrics, method="GET")
         router.add("/weight_info", NoBody, self.weight_info, method="GET")
@@ -104,6 +108,10 @@ class PublicEndpoints:
         if body.stream:
             return await _event_stream(stream_chat(self.service, name, body))
         return await self._respond(request, body, partial(complete_chat, self.service, name, body))
+
+    async def messages(self, request: Request, _: NoBody) -> Response:
+        found = await until_disconnect(request, complete_dialect(self.service, MESSAGES, await request.body()))
+        return Response(status_code=_CLIENT_GONE) if found is None else Response(found[0], media_type=found[1])
 
     def _name(self, kind: str, body: Sampling) -> str:
         self.service.adapter(body.model)  # raises BadRequest if it is not served
@@ -153,21 +161,24 @@ async def _event_stream(pieces: AsyncIterator[JsonBody]) -> Response:
     return StreamingResponse(events(), media_type="text/event-stream")
 
 
-async def _error(_: Request, error: Exception) -> Response:
+async def _error(request: Request, error: Exception) -> Response:
+    headers: Mapping[str, str] = {}
+    code = None
     match error:
         case BadRequest():
-            return error_response(error.status, error.message, error.code)
+            status, message, code = error.status, error.message, error.code
         case HTTPException():
-            response = error_response(error.status_code, f"{error.detail}.")
-            response.headers.update(error.headers or {})
-            return response
+            status, message, headers = error.status_code, f"{error.detail}.", error.headers or {}
         case EngineBusy():
-            response = error_response(_BUSY, str(error))
-            response.headers["Retry-After"] = "1"
-            return response
+            status, message, headers = _BUSY, str(error), {"Retry-After": "1"}
         case EngineError():
-            return error_response(_REFUSED if isinstance(error, RequestRejected) else _FAILED, str(error))
-    return error_response(_FAILED, f"{type(error).__name__}: {error}")
+            status, message = _REFUSED if isinstance(error, RequestRejected) else _FAILED, str(error)
+        case _:
+            status, message = _FAILED, f"{type(error).__name__}: {error}"
+    error_of = MESSAGES.error if request.url.path == _MESSAGES_PATH else openai_error
+    response = json_response(error_of(status, message, code), status)
+    response.headers.update(headers)
+    return response
 
 
 @cache

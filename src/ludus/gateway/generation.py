@@ -1,4 +1,4 @@
-"""Handle `/v1/completions` (text or token ids as prompts) and `/v1/chat/completions`.
+"""Handle `/v1/completions` (text or token ids as prompts), `/v1/chat/completions`, and dialects of sessions.
 
 Rendering and parsing of chats use the model's chat template and tool-call parser, as training does. Plain text is
 streamed as it is sampled. From the first character that may begin a tool call or thinking, the rest is sent as one
@@ -7,19 +7,24 @@ chunk at the end.
 
 from __future__ import annotations
 
+import json
+import secrets
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from ludus.chat.render import TemplateRenderer, decode_exactly
-from ludus.errors import UserError
+from ludus.errors import EngineError, UserError
+from ludus.gateway.dialects.base import Dialect
 from ludus.gateway.protocol.bodies import (
     BadRequest,
     ChatRequest,
     CompletionRequest,
     JsonBody,
     check_calls,
+    read_body,
     response_body,
+    text_choice,
     version_spans,
 )
 from ludus.gateway.protocol.detokenize import (
@@ -31,6 +36,7 @@ from ludus.gateway.protocol.detokenize import (
     text_logprobs,
 )
 from ludus.gateway.service import Batch, CompletionService, choices
+from ludus.rollouts.agent_session import PendingTurn, cut_at_stop
 from ludus.tools.base import DescribedTool, described_tool
 from ludus.types import Action, Completion, FinishReason, Guide, SamplingParams
 
@@ -77,7 +83,7 @@ async def stream(service: CompletionService, name: str, request: CompletionReque
     with service.use_adapter(request.model) as adapter:
         async for i, piece in service.stream(name, samples, adapter):
             offset, first = len(texts[i].shown), not texts[i].tokens
-            choice = _bare_choice(i, texts[i].add(piece.tokens, piece.finish_reason), piece.finish_reason)
+            choice = text_choice(i, texts[i].add(piece.tokens, piece.finish_reason), piece.finish_reason)
             if request.logprobs is not None:
                 choice["logprobs"] = text_logprobs(names, Scored.of(piece), offset)
             if request.return_token_ids:
@@ -86,11 +92,6 @@ async def stream(service: CompletionService, name: str, request: CompletionReque
             yield chunk([choice])
     if request.stream_options is not None and request.stream_options.include_usage:
         yield chunk([], (sum(len(ids) for ids, _ in prompts), sum(len(text.tokens) for text in texts)))
-
-
-def _bare_choice(index: int, text: str, finish: str | None) -> JsonBody:
-    head = {"index": index, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": None}
-    return head | dict.fromkeys(("token_ids", "prompt_logprobs", "prompt_token_ids", "weight_versions"))
 
 
 def _text_rules(service: CompletionService, request: CompletionRequest) -> TextRules:
@@ -121,7 +122,7 @@ def _choice(
         text += rules.text(done.tokens, done.finish_reason)
     else:
         text = "".join(decode_exactly(tokenizer, [token]) for token in echoed)
-    choice = _bare_choice(index, text, done.finish_reason)
+    choice = text_choice(index, text, done.finish_reason)
     choice["stop_reason"] = rules.stop_reason(done, sample.params, service.model.end_ids)
     names = service.token_names(request)
     if request.logprobs is not None:
@@ -185,6 +186,32 @@ async def stream_chat(service: CompletionService, name: str, request: ChatReques
     if request.stream_options is not None and request.stream_options.include_usage:
         usage = len(prompt.ids), sum(len(text.tokens) for text in texts)
         yield chunk([], usage) | {"prompt_token_ids": None}
+
+
+async def complete_dialect(service: CompletionService, dialect: Dialect, raw: bytes) -> tuple[bytes, str]:
+    """Return the reply to a body of another dialect, and its media type. Raises BadRequest, EngineError."""
+    asked = dialect.parse(raw, {})
+    limits, given = asked.limits, json.loads(raw)
+    named: JsonBody = {"type": "function", "function": {"name": limits.call_of}}
+    body: JsonBody = {
+        **{name: given.get(name) for name in ("model", "temperature", "top_p", "top_k")},
+        "messages": list(asked.messages),
+        "tools": [tool.schema for tool in asked.tools],
+        "tool_choice": named if limits.call_of else "required" if limits.must_call else None,
+        "max_tokens": limits.max_tokens,
+        "stop": limits.stop,
+        "structured_outputs": None if limits.guide is None else {"json": limits.guide.text},
+    }
+    request = read_body(ChatRequest, json.dumps(body).encode())
+    prompt, name = await _chat_prompt(service, request), secrets.token_hex(12)
+    with service.use_adapter(request.model) as adapter:
+        (done,) = await service.sample(name, [(prompt.ids, prompt.params)], adapter)
+    if done.finish_reason == "abort":
+        raise EngineError("The request was aborted.")
+    parse = partial(prompt.renderer.parse, done.tokens, prompt.turn, done.finish_reason, asked.tools)
+    action, stopped_by = cut_at_stop(await service.threads.do(parse), limits.stop)
+    turn = PendingTurn(action, prompt.ids, done.tokens, lambda: None, stopped_by=stopped_by)
+    return await service.threads.do(partial(dialect.content, asked, name, [turn]))
 
 
 def _delta_choice(index: int, delta: JsonBody) -> JsonBody:

@@ -16,7 +16,7 @@ import hashlib
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -32,8 +32,9 @@ from starlette.routing import Route
 from starlette.types import Receive, Scope, Send
 
 from ludus.errors import EngineBusy, EngineError, UserError
-from ludus.gateway.dialects.base import Dialect, SessionRequest, event_bytes
+from ludus.gateway.dialects.base import Dialect, SessionRequest
 from ludus.gateway.dialects.chat import CHAT
+from ludus.gateway.dialects.completions import COMPLETIONS
 from ludus.gateway.dialects.messages import MESSAGES
 from ludus.gateway.dialects.responses import RESPONSES
 from ludus.gateway.endpoints import (
@@ -45,6 +46,7 @@ from ludus.gateway.endpoints import (
     until_disconnect,
 )
 from ludus.gateway.limits import http_server, model_limits, open_socket, url_of
+from ludus.gateway.live_replies import LiveReply, streamed_text
 from ludus.gateway.protocol.bodies import BadRequest, read_body
 from ludus.rollouts.agent_runs import TaskOffer
 from ludus.rollouts.agent_session import AgentSession, InvalidRequest, PendingTurn, RolloutEnded
@@ -64,13 +66,15 @@ _CONTEXT: Final = 2**17  # bodies of up to this many tokens are accepted; the se
 
 @dataclass(eq=False)
 class _Served:
-    """A session, the event loop that samples, and what retries and `previous_response_id` refer to."""
+    """A session, the event loop that samples, and what retries, `previous_response_id` and rewards refer to."""
 
     key: str
     session: AgentSession
     loop: asyncio.AbstractEventLoop
     sent: OrderedDict[bytes, Response] = field(default_factory=OrderedDict)
     histories: OrderedDict[str, Sequence[Message]] = field(default_factory=OrderedDict)
+    places: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
+    """Places of the choices of each sent response."""
     num_running: int = 0
 
     async def sample(self, asked: SessionRequest) -> list[PendingTurn]:
@@ -101,9 +105,21 @@ class _Served:
                 turn.commit()
 
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(commit_all(), self.loop))
+        self.places[name] = [turn.place for turn in turns]
         self.histories[f"resp_{name}"] = [*asked.messages, turns[0].action.message]
         if len(self.histories) > _MAX_HISTORIES:
             self.histories.popitem(last=False)
+
+    def place(self, response_id: str, index: int | None) -> tuple[int, int]:
+        """Return the place of a response, or of its choice `index`. Raises BadRequest if the session has none."""
+        places = self.places.get(response_id.replace("_", "-").rpartition("-")[2])
+        if places is None:
+            raise BadRequest(f"The session has sent no response {response_id[:80]!r}.", _NOT_FOUND)
+        if index is None and len(places) > 1:
+            raise BadRequest(f"The response has {len(places)} choices; set index.")
+        if (index or 0) >= len(places):
+            raise BadRequest(f"The response {response_id[:80]!r} has no choice {index}.", _NOT_FOUND)
+        return places[index or 0]
 
     def remember(self, retry: bytes, response: Response) -> None:
         self.sent[retry] = response
@@ -128,14 +144,43 @@ class _Reply(Response):
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await send({"type": "http.response.body", "body": bytes(self.body[:-1]), "more_body": True})
+        await self._finish(send, bytes(self.body))
+
+    async def _finish(self, send: Send, body: bytes) -> None:
+        await send({"type": "http.response.body", "body": body[:-1], "more_body": True})
         if not await self._request.is_disconnected():
             await self._on_sent()
-        await send({"type": "http.response.body", "body": bytes(self.body[-1:])})
+        await send({"type": "http.response.body", "body": body[-1:]})
+
+
+class _LiveResponse(_Reply):
+    """A response whose `pieces` are sent while the reply is sampled. An error is its last event, and adds nothing."""
+
+    def __init__(
+        self, live: LiveReply, pieces: AsyncIterator[bytes], request: Request, on_sent: Callable[[], Awaitable[None]]
+    ) -> None:
+        super().__init__(b"", "text/event-stream", request, on_sent)
+        self._live, self._pieces = live, pieces
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
+        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        try:
+            async for piece in self._pieces:
+                await send({"type": "http.response.body", "body": piece, "more_body": True})
+        except _ERRORS as error:
+            await send({"type": "http.response.body", "body": self._live.error(*_described(error))})
+            return
+        if self._live.turns is not None:
+            await self._finish(send, self._live.rest())
 
 
 class _Reward(BaseModel):
+    """A reward of the rollout or, with the id of a response, of a turn: the choice `index` of several."""
+
     reward: float = Field(allow_inf_nan=False)
+    response_id: str | None = None
+    index: int | None = Field(None, ge=0)
 
 
 class _Result(BaseModel):
@@ -177,6 +222,7 @@ class SessionServer:
         """Return the application."""
         posts: list[tuple[str, Dialect, _Act]] = [
             ("chat/completions", CHAT, partial(self._respond, CHAT)),
+            ("completions", COMPLETIONS, partial(self._respond, COMPLETIONS)),
             ("responses", RESPONSES, partial(self._respond, RESPONSES)),
             ("messages", MESSAGES, partial(self._respond, MESSAGES)),
             ("messages/count_tokens", MESSAGES, self._count),
@@ -212,20 +258,8 @@ class SessionServer:
         try:
             check_origin(request)
             return await act(request, self._find(request))
-        except BadRequest as error:
-            status, message, code = error.status, error.message, error.code
-        except InvalidRequest as error:
-            status, message, code = 400, str(error), None
-        except RolloutEnded as error:
-            too_long = error.reason in _TOO_LONG
-            status, code = (400, "context_length_exceeded") if too_long else (_CONFLICT, "rollout_ended")
-            message = f"{error}."
-        except EngineBusy as error:
-            status, message, code = _BUSY, str(error), None
-        except EngineError as error:
-            status, message, code = _FAILED, str(error), None
-        except HTTPException as error:
-            status, message, code = error.status_code, f"{error.detail}.", None
+        except _ERRORS as error:
+            status, message, code = _described(error)
         response = json_response(dialect.error(status, message, code), status)
         response.headers["x-should-retry"] = "true" if status == _BUSY else "false"
         if status == _BUSY:
@@ -252,18 +286,26 @@ class SessionServer:
         if _is_retry(request) and retry in served.sent:
             return served.sent[retry]
         asked = dialect.parse(raw, served.histories)
-        turns = await until_disconnect(request, served.sample(asked))
+        name = secrets.token_hex(12)
+
+        async def commit(turns: Sequence[PendingTurn], content: bytes, kind: str) -> None:
+            await served.commit(name, asked, turns)
+            served.remember(retry, Response(content, media_type=kind))
+
+        if (text := streamed_text(asked, served.session.renderer if asked.stream else None)) is not None:
+            live = LiveReply(dialect, asked, name, text)
+            pieces = live.pieces(request, served.sample)
+            first = await anext(pieces, b"")
+            if first:
+                sent = partial(_commit_live, live, commit)
+                return _LiveResponse(live, _after(first, pieces), request, sent)
+            turns = live.turns
+        else:
+            turns = await until_disconnect(request, served.sample(asked))
         if turns is None:
             return Response(status_code=_CLIENT_GONE)
-        name = secrets.token_hex(12)
-        whole = _content(dialect, asked, name, turns)
-        kind = "text/event-stream" if asked.stream else "application/json"
-
-        async def commit() -> None:
-            await served.commit(name, asked, turns)
-            served.remember(retry, Response(whole, media_type=kind))
-
-        return _Reply(whole, kind, request, commit)
+        content = dialect.content(asked, name, turns)
+        return _Reply(*content, request, partial(commit, turns, *content))
 
     async def _count(self, request: Request, served: _Served) -> Response:
         raw = await request.body()
@@ -282,7 +324,11 @@ class SessionServer:
 
     async def _reward(self, request: Request, served: _Served) -> Response:
         check_json(request)
-        served.session.reward = read_body(_Reward, await request.body()).reward
+        given = read_body(_Reward, await request.body())
+        if given.response_id is None:
+            served.session.reward = given.reward
+        else:
+            served.session.rewards_by_place[served.place(given.response_id, given.index)] = given.reward
         return JSONResponse({"status": "ok"})
 
     async def _done(self, request: Request, served: _Served) -> Response:
@@ -310,10 +356,35 @@ class SessionServer:
         return Response(status_code=_NO_CONTENT)
 
 
-def _content(dialect: Dialect, asked: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> bytes:
-    if not asked.stream:
-        return bytes(json_response(dialect.reply(asked, name, turns)).body)
-    return b"".join(event_bytes(*event) for event in dialect.events(asked, name, turns)) + dialect.end
+_ERRORS = (BadRequest, InvalidRequest, RolloutEnded, EngineError, HTTPException)
+
+
+def _described(error: Exception) -> tuple[int, str, str | None]:
+    """Return status, message and code of an error."""
+    match error:
+        case BadRequest():
+            return error.status, error.message, error.code
+        case InvalidRequest():
+            return 400, str(error), None
+        case RolloutEnded():
+            too_long = error.reason in _TOO_LONG
+            return (
+                (400, f"{error}.", "context_length_exceeded") if too_long else (_CONFLICT, f"{error}.", "rollout_ended")
+            )
+        case HTTPException():
+            return error.status_code, f"{error.detail}.", None
+    return _BUSY if isinstance(error, EngineBusy) else _FAILED, str(error), None
+
+
+async def _commit_live(live: LiveReply, commit: Callable[[Sequence[PendingTurn], bytes, str], Awaitable[None]]) -> None:
+    turns = live.turns or ()
+    await commit(turns, *live.dialect.content(live.asked, live.name, turns))
+
+
+async def _after(first: bytes, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+    yield first
+    async for piece in pieces:
+        yield piece
 
 
 def _retry_key(request: Request, raw: bytes) -> bytes:

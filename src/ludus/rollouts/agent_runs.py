@@ -256,7 +256,7 @@ class AgentRunner:
                 raise session.error
             total_s, model_s = time.perf_counter() - begin, sum(session.seconds)
             waited_s = session.timeout.paused_s if session.timeout is not None else 0.0
-            segments = session.segments()
+            segments, turn_rewards = session.segments(), session.turn_rewards()
             rewards = _rewards_of_agents(task, segments, session.agent_rewards)
         return Trajectory(
             task_id=task.id,
@@ -264,6 +264,7 @@ class AgentRunner:
             segments=segments,
             messages=tuple(_with_answer(session.messages or task.prompt, session.answer)),
             stop_reason=stop,
+            turn_rewards=turn_rewards,
             tags={**task.tags, **({OPPONENT_VERSION: str(self.opponents.version)} if self.opponents else {})},
             shared_reward=True,
             agent_rewards=rewards,

@@ -3,6 +3,7 @@
 Requests are matched by their messages, and rows grow by their tokens: sampled text is never tokenized again. A request
 that extends the history of a recorded turn continues its row, or forks from it if the row has gone on; any other one
 (rewritten messages, other tools, a sub-agent with its own system message) starts a row. All rows belong to one rollout.
+A prompt that no template renders, text or tokens, continues the row with which it shares the most segments.
 """
 
 from __future__ import annotations
@@ -16,12 +17,13 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from ludus.chat.render import decode_exactly
+from ludus.chat.recorded_texts import Prompt, RecordedTexts, common_segments, tokens_of
+from ludus.chat.render import Renderer, decode_exactly
 from ludus.config.sections.rollout import RolloutConfig
-from ludus.engines.base import seed_for
+from ludus.engines.base import TOKEN_WATCHERS, seed_for
 from ludus.envs.tool_env import describe_error
 from ludus.errors import EngineError, LudusError, RequestRejected, UserError
 from ludus.rollouts.episode import EPISODE_TIMEOUT, ChatSession, EngineChatSession, is_being_cancelled
@@ -67,6 +69,10 @@ class _Row:
     is_open: bool = True
     """Whether the next request may extend it: no request is being sampled, and the last one was committed."""
 
+    def segments(self) -> list[Segment]:
+        """Return the committed segments, with the name of the agent."""
+        return [replace(one, agent=self.agent) for one in self.chat.segments[: self.end]]
+
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
@@ -81,7 +87,9 @@ class _Turn:
 class ReplyLimits:
     """What a request may set: the maximum number of tokens, strings that end the reply, and a guide.
 
-    With `must_call` the reply has a call, of the tool `call_of` if that is set.
+    With `must_call` the reply has a call, of the tool `call_of` if that is set. With `prompt`, the reply follows that
+    text or these tokens, in place of messages. `watch` is called with the number of tokens of the prompt and new tokens
+    while the reply is sampled, if the engine reports them.
     """
 
     max_tokens: int | None = None
@@ -89,18 +97,32 @@ class ReplyLimits:
     guide: Guide | None = None
     must_call: bool = False
     call_of: str = ""
+    prompt: Prompt | None = None
+    watch: Callable[[int, Sequence[int]], None] | None = None
 
 
 @dataclass(eq=False)
 class PendingTurn:
-    """A sampled reply that is not yet part of the rollout. `commit` adds it; without, it leaves nothing."""
+    """A sampled reply that is not yet part of the rollout. `commit` adds it; without, it leaves nothing.
+
+    `prompt` and `tokens` are empty if the policy exposes no tokens. `place` is the row and its number of segments.
+    """
 
     action: Action
-    num_prompt_tokens: int
-    num_tokens: int
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
     commit: Callable[[], None]
+    place: tuple[int, int] = (0, 0)
     stopped_by: str = ""
     """The stop string of the request that ended the reply."""
+
+    @property
+    def num_prompt_tokens(self) -> int:
+        return len(self.prompt)
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.tokens)
 
 
 @dataclass(eq=False)
@@ -122,6 +144,8 @@ class AgentSession:
     reward: float | None = field(init=False, default=None)
     agent_rewards: dict[str, float] = field(init=False, default_factory=dict)
     opponent: AgentSession | None = None
+    rewards_by_place: dict[tuple[int, int], float] = field(init=False, default_factory=dict)
+    """Rewards that a client reported for single turns, by `PendingTurn.place`."""
     answer: str | None = field(init=False, default=None)
     client: AgentClient | None = field(init=False, default=None)
     ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
@@ -130,6 +154,7 @@ class AgentSession:
     """Seconds of each committed reply."""
     _rows: list[_Row] = field(init=False, default_factory=list)
     _turns: dict[bytes, list[_Turn]] = field(init=False, default_factory=dict)
+    _texts: RecordedTexts = field(init=False, default_factory=RecordedTexts)
     _num_requests: int = field(init=False, default=0)
     _num_running: int = field(init=False, default=0)
     _acting: set[asyncio.Task[Action | StopReason]] = field(init=False, default_factory=set)
@@ -141,10 +166,15 @@ class AgentSession:
         chat = self.make_chat()
         return chat.seed if isinstance(chat, EngineChatSession) else 0
 
+    @property
+    def renderer(self) -> Renderer | None:
+        """The renderer of the policy; None if it exposes no tokens."""
+        chat = self.make_chat()
+        return chat.renderer if isinstance(chat, EngineChatSession) else None
+
     def num_tokens(self, messages: Sequence[Message], tools: Sequence[Tool] = ()) -> int:
         """Return the number of tokens of a dialogue as a prompt; 0 if the policy exposes no tokens."""
-        chat = self.make_chat()
-        return len(chat.renderer.prompt(messages, tools)) if isinstance(chat, EngineChatSession) else 0
+        return 0 if (renderer := self.renderer) is None else len(renderer.prompt(messages, tools))
 
     async def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = POLICY) -> Message:
         """Return an agent's next message. Raises RolloutEnded after the end of the rollout."""
@@ -168,7 +198,7 @@ class AgentSession:
             self.client.touch()
         if self.stop is not None:
             raise RolloutEnded(self.stop)
-        if not messages or messages[-1]["role"] == "assistant":
+        if limits.prompt is None and (not messages or messages[-1]["role"] == "assistant"):
             raise InvalidRequest("The last message must not be the assistant's.")
         too_many = self._num_requests >= MAX_REQUESTS * self.limits.max_turns
         if too_many or self.num_turns + self._num_running >= self.limits.max_turns:
@@ -188,7 +218,10 @@ class AgentSession:
             if self.stop is not None:
                 raise RolloutEnded(self.stop)
             try:
-                row, found = self._row_for(messages, tools, agent)
+                if limits.prompt is None:
+                    row, found = self._row_for(messages, tools, agent)
+                else:
+                    messages, row, found = self._row_of(limits.prompt)
             except (UserError, ValueError, TypeError, LookupError, RecursionError) as error:  # templates raise anything
                 why = error.message if isinstance(error, UserError) else describe_error(error)
                 raise InvalidRequest(f"The messages cannot be rendered: {why}") from error
@@ -201,26 +234,26 @@ class AgentSession:
                 action = await self._act(self._rows[row].chat)
                 seconds = time.perf_counter() - begin
         chat = self._rows[row].chat
-        num_prompt = sum(len(segment.tokens) for segment in chat.segments[:number])
         if isinstance(action, StopReason):
             if len(chat.segments) > number:
                 self._rows[row].end = len(chat.segments)
             raise self.end(action)
 
-        if action.calls and not tools and isinstance(chat, EngineChatSession):  # as text, since none were offered
+        is_text = limits.prompt is not None or (action.calls and not tools)  # no calls were offered
+        if is_text and isinstance(chat, EngineChatSession):
             text = decode_exactly(chat.renderer.tokenizer, chat.segments[-1].tokens, skip_special=True)
             action = Action(Message(role="assistant", content=text), finish_reason=action.finish_reason)
-        action, stopped_by = _cut(action, limits.stop)
+        action, stopped_by = cut_at_stop(action, limits.stop)
         action = _with_ids(action, f"{self._salt}{request}")
-        num_tokens = sum(len(segment.tokens) for segment in chat.segments[number:])
+        before, tokens = tokens_of(chat.segments[:number]), tokens_of(chat.segments[number:])
 
         def commit() -> None:
-            self._commit(row, messages, tools, action)
+            self._commit(row, messages, tools if limits.prompt is None else None, action)
             self.seconds.append(seconds)
-            if action.finish_reason == "length" and num_tokens != limits.max_tokens:
+            if action.finish_reason == "length" and len(tokens) != limits.max_tokens:
                 self.end(StopReason.TRUNCATED)
 
-        return PendingTurn(action, num_prompt, num_tokens, commit, stopped_by)
+        return PendingTurn(action, before, tokens, commit, (row, len(chat.segments)), stopped_by)
 
     def end(self, reason: StopReason) -> RolloutEnded:
         """End the rollout, unless it has ended, and return the error for its client."""
@@ -243,14 +276,23 @@ class AgentSession:
 
     def segments(self) -> tuple[Segment, ...]:
         """Return the committed rows as a forest. Turns are numbered in the order of the segments."""
+        return tuple(_numbered(self._forest()[0]))
+
+    def turn_rewards(self) -> tuple[float, ...]:
+        """Return the reported reward of each action of `segments`, 0 if missing; empty if none was reported."""
+        segments, rows = self._forest()
+        given = self.rewards_by_place.items()
+        values = {rows[row][end - 1]: value for (row, end), value in given if row in rows}
+        return tuple(values.get(i, 0.0) for i, one in enumerate(segments) if one.kind == "action") if values else ()
+
+    def _forest(self) -> tuple[list[Segment], dict[int, list[int]]]:
+        """Return the segments of all committed rows, and the indices of each row's segments, by number of the row."""
         kept = [number for number, row in enumerate(self._rows) if row.end > row.shared]
         places = {number: place for place, number in enumerate(kept)}
         rows = [self._rows[number] for number in kept]
-        chains = [
-            ([replace(one, agent=row.agent) for one in row.chat.segments[: row.end]], places.get(row.of, 0), row.shared)
-            for row in rows
-        ]
-        return tuple(_numbered(join_rows(chains)[0]))
+        chains = [(row.segments(), places.get(row.of, 0), row.shared) for row in rows]
+        segments, indices = join_rows(chains)
+        return segments, dict(zip(kept, indices, strict=True))
 
     @cached_property
     def _salt(self) -> str:
@@ -304,10 +346,13 @@ class AgentSession:
         chat.params = replace(
             before, max_new_tokens=most, stop=tuple(filter(None, limits.stop)), guide=guide or before.guide
         )
+        if limits.watch is not None:
+            TOKEN_WATCHERS[chat.episode] = partial(limits.watch, len(tokens_of(chat.segments)))
         try:
             yield
         finally:
             chat.params = before
+            TOKEN_WATCHERS.pop(chat.episode, None)
 
     def _row_for(self, messages: Sequence[Message], tools: Sequence[Tool], agent: str) -> tuple[int, StopReason | None]:
         """Return the number of the row whose next action replies to the messages; also the limit that they exceed."""
@@ -316,36 +361,42 @@ class AgentSession:
             if digest not in self._turns or any(message["role"] == "assistant" for message in tail):
                 continue
             turn = _best(self._turns[digest], messages[length - 1])
-            number = self._continuation(turn)
+            number = self._continuation(turn.row, turn.end)
             if number is not None:
                 return number, self._rows[number].chat.observe(tail)
         chat = self._new_chat()
-        self._log_new_row(messages)
+        _log_new_row(len(self._rows), self.messages, messages)
         self._rows.append(_Row(chat, agent))
         return len(self._rows) - 1, chat.open([*map(_renderable, messages)], tools)
 
-    def _log_new_row(self, messages: Sequence[Message]) -> None:
-        """Log, at the level DEBUG, the first message that differs from the last committed dialogue."""
-        if not self.messages or not log.isEnabledFor(logging.DEBUG):
-            return
-        for number, (before, after) in enumerate(zip(self.messages, messages, strict=False)):
-            if _canonical(before) != _canonical(after):
-                texts = (json.dumps(message, ensure_ascii=False)[:500] for message in (before, after))
-                log.debug("row %d: message %d differs: %s became %s", len(self._rows), number, *texts)
-                return
-        log.debug("row %d: the messages are the same as far as they go, but the tools differ", len(self._rows))
+    def _row_of(self, prompt: Prompt) -> tuple[Sequence[Message], int, StopReason | None]:
+        """Return a prompt as a message, and what `_row_for` returns for messages."""
+        chat = self._new_chat()
+        if not isinstance(chat, EngineChatSession):
+            raise InvalidRequest("The policy exposes no tokens; use chat completions.")
+        text, tokens = self._texts.read(prompt, chat.renderer.tokenizer)
+        if not tokens:
+            raise InvalidRequest("The prompt has no tokens.")
+        shared, number, end = _longest_start(self._rows, tokens)
+        kept = self._continuation(number, end) if shared else None
+        if kept is None:
+            self._rows.append(_Row(chat, POLICY))
+            kept = len(self._rows) - 1
+        chat = self._rows[kept].chat
+        assert isinstance(chat, EngineChatSession)
+        return [Message(role="user", content=text)], kept, chat.extend(tokens[shared:])
 
-    def _continuation(self, turn: _Turn) -> int | None:
-        """Return the row of a turn if the turn is its last, else a fork; None if its dialogue cannot fork."""
-        row = self._rows[turn.row]
-        if row.is_open and row.end == turn.end:
-            return turn.row
+    def _continuation(self, number: int, end: int) -> int | None:
+        """Return a row if it has `end` segments, else a fork after them; None if its dialogue cannot fork."""
+        row = self._rows[number]
+        if row.is_open and row.end == end:
+            return number
         if not isinstance(row.chat, EngineChatSession):
             return None
         name, seed = self._identity(row.chat)
-        fork = row.chat.fork(name, seed, turn.end)
+        fork = row.chat.fork(name, seed, end)
         fork.params = row.params or fork.params  # not the limits of a request that the row is sampling
-        self._rows.append(_Row(fork, row.agent, turn.row, turn.end, turn.end))
+        self._rows.append(_Row(fork, row.agent, number, end, end))
         return len(self._rows) - 1
 
     def _new_chat(self) -> ChatSession:
@@ -362,15 +413,43 @@ class AgentSession:
         assert isinstance(first, EngineChatSession)
         return first.episode if self.serial else f"{first.episode}~{number}", seed_for(first.seed, "row", number)
 
-    def _commit(self, row: int, messages: Sequence[Message], tools: Sequence[Tool], action: Action) -> None:
+    def _commit(self, row: int, messages: Sequence[Message], tools: Sequence[Tool] | None, action: Action) -> None:
+        """Add a reply to the rollout. Without `tools` (None), it is the text after the only message."""
         one = self._rows[row]
         one.end, one.is_open = len(one.chat.segments), True
         self.messages = [*messages, action.message]
+        if tools is None:
+            assert isinstance(one.chat, EngineChatSession)
+            self._texts.add(messages[0]["content"], one.chat.segments, one.chat.renderer)
+            return
         *_, (_, digest) = _history_digests(self.messages, tools, one.agent)
         self._turns.setdefault(digest, []).append(_Turn(row, one.end, action.message))
 
 
-def _cut(action: Action, stop: tuple[str, ...]) -> tuple[Action, str]:
+def _log_new_row(number: int, last: Sequence[Message], messages: Sequence[Message]) -> None:
+    """Log, at the level DEBUG, the first message that differs from the last committed dialogue."""
+    if not last or not log.isEnabledFor(logging.DEBUG):
+        return
+    for place, (before, after) in enumerate(zip(last, messages, strict=False)):
+        if _canonical(before) != _canonical(after):
+            texts = (json.dumps(message, ensure_ascii=False)[:500] for message in (before, after))
+            log.debug("row %d: message %d differs: %s became %s", number, place, *texts)
+            return
+    log.debug("row %d: the messages are the same as far as they go, but the tools differ", number)
+
+
+def _longest_start(rows: Sequence[_Row], tokens: tuple[int, ...]) -> tuple[int, int, int]:
+    """Return how many tokens are the first segments of a row, that row, and its number of these segments."""
+    found = [(0, False, 0, 0)]
+    for number, row in enumerate(rows):
+        segments = common_segments(row.chat.segments[: row.end], tokens)
+        goes_on = row.is_open and row.end == len(segments)
+        found.append((len(tokens_of(segments)), goes_on, number, len(segments)))
+    shared, _, number, end = max(found)
+    return shared, number, end
+
+
+def cut_at_stop(action: Action, stop: tuple[str, ...]) -> tuple[Action, str]:
     """Return the action with its text up to the first stop string, as servers return it, and that string."""
     content = action.message["content"]
     ends = [(found, text) for text in stop if text and (found := content.find(text)) >= 0]

@@ -366,13 +366,10 @@ class EngineChatSession:
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
         self._tools = tools
-        tokens = self.renderer.prompt(messages, tools)
-        if len(tokens) >= self._budget:
-            return StopReason.PROMPT_TOO_LONG
-        self._append(Segment("prompt", tokens))
-        if self.guided:
+        stop = self.extend(self.renderer.prompt(messages, tools))
+        if self.guided and stop is None:
             self.params = replace(self.params, guide=self.renderer.guide(tools))
-        return None
+        return stop
 
     async def act(self) -> Action | StopReason:
         room = self._budget - len(self._tokens)
@@ -395,10 +392,15 @@ class EngineChatSession:
         return self.renderer.parse(completion.tokens, turn, completion.finish_reason, self._tools)
 
     def observe(self, messages: Sequence[Message]) -> StopReason | None:
-        tokens = self.renderer.observation(messages, self._tokens[-1])
+        return self.extend(self.renderer.observation(messages, self._tokens[-1]))
+
+    def extend(self, tokens: tuple[int, ...]) -> StopReason | None:
+        """Append a prompt or an observation. Returns a stop reason if the tokens do not fit."""
+        is_prompt = not self._segments
         if len(self._tokens) + len(tokens) >= self._budget:
-            return StopReason.MAX_TOKENS
-        self._append(Segment("observation", tokens, self._turn - 1))
+            return StopReason.PROMPT_TOO_LONG if is_prompt else StopReason.MAX_TOKENS
+        if tokens:
+            self._append(Segment("prompt" if is_prompt else "observation", tokens, max(0, self._turn - 1)))
         return None
 
     def fork(self, episode: str, seed: int, num_segments: int | None = None) -> EngineChatSession:

@@ -13,6 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 
 from ludus.config.sections.rollout import BranchConfig
+from ludus.engines.base import common_prefix
 from ludus.errors import WorldError
 from ludus.rollouts.episode import RestoreError
 from ludus.types import Leaf, Segment, Timings, Trajectory
@@ -73,6 +74,45 @@ def join_rows(rows: Sequence[tuple[Sequence[Segment], int, int]]) -> tuple[list[
             row.append(len(segments) - 1)
         indices.append(row)
     return segments, indices
+
+
+@dataclass(frozen=True, slots=True)
+class RowStart:
+    """How a row begins: its first `shared` tokens equal those of row `of`, from which it forks after `recorded` tokens.
+
+    `recorded` is 0 if no segment is common. `before` and `after` are the next tokens of row `of` and of this row, and
+    `segments` are those of no earlier row.
+    """
+
+    segments: tuple[int, ...]
+    of: int = 0
+    shared: int = 0
+    recorded: int = 0
+    before: tuple[int, ...] = ()
+    after: tuple[int, ...] = ()
+
+
+def has_rows(trajectory: Trajectory) -> bool:
+    """Return whether a rollout has several rows without separate dialogues, as those of agents."""
+    return len(trajectory.rows) > 1 and not trajectory.leaves
+
+
+def row_starts(trajectory: Trajectory, num_shown: int = 24) -> list[RowStart]:
+    """Return how each row begins, compared with the earlier row of the most equal tokens; `num_shown` per side."""
+    parts = [[trajectory.segments[i].tokens for i in row] for row in trajectory.rows]
+    tokens = [tuple(token for tokens in part for token in tokens) for part in parts]
+    found: list[RowStart] = []
+    seen: set[int] = set()
+    for number, row in enumerate(trajectory.rows):
+        own = tuple(i for i in row if i not in seen)
+        seen.update(row)
+        shared = [common_prefix(tokens[number], earlier) for earlier in tokens[:number]]
+        length = max(shared, default=0)
+        of = shared.index(length) if shared else 0
+        recorded = sum(map(len, parts[number][: common_prefix(row, trajectory.rows[of])])) if shared else 0
+        sides = (tokens[one][length : length + num_shown] if length else () for one in (of, number))
+        found.append(RowStart(own, of, length, recorded, *sides))
+    return found
 
 
 def graft_branches(grafts: Sequence[TrajectoryBranch]) -> Trajectory:

@@ -17,6 +17,7 @@ from ludus.errors import UserError
 from ludus.evaluation.probes.common import stored_reports
 from ludus.evaluation.stats import cohens_kappa, paired_difference
 from ludus.rollouts.rollout_files import RolloutRecord, times_path, token_values_path
+from ludus.rollouts.trees import RowStart, has_rows, row_starts
 from ludus.training.run.run_dir import is_running, kind_of, list_checkpoints
 from ludus.types import Message, Segment, Trajectory
 from ludus.viewer.index import RolloutIndex, Row
@@ -60,7 +61,7 @@ class RunPages:
         return [row["value"] for row in rows]
 
     def rollout(self, number: int) -> Row:
-        """Return a rollout: messages, tokens of each segment, rewards, and the numbers of its group."""
+        """Return a rollout: messages, tokens of each segment, rows, rewards, and the numbers of its group."""
         row, record = self.index.record(number)
         one = record.trajectory
         trained = {} if row["source"] else self._token_values(row)
@@ -84,8 +85,13 @@ class RunPages:
             "paths": paths,
             "outcomes": [{"tool": o.tool, "status": o.status.value, "output": o.output} for o in one.outcomes],
             "segments": [self._segment(s) | {"trained": trained.get(str(i))} for i, s in enumerate(one.segments)],
+            "rows": [self._row_start(start) for start in row_starts(one)] if has_rows(one) else [],
             "group": [member["id"] for member in self._group_rows(row)],
         }
+
+    def _row_start(self, start: RowStart) -> Row:
+        sides = {"before": "".join(self.token_texts(start.before)), "after": "".join(self.token_texts(start.after))}
+        return {"of": start.of, "shared": start.shared, "recorded": start.recorded, **sides}
 
     def _token_values(self, row: Row) -> Row:
         """Return the stored values of the trained tokens by segment number; empty without `run.token_values`."""

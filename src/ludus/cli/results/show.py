@@ -24,6 +24,7 @@ from ludus.evaluation.evaluate import load_evaluation
 from ludus.evaluation.tables import format_sampling, format_success
 from ludus.rewards.base import success
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts, rollouts_path
+from ludus.rollouts.trees import has_rows
 from ludus.training.run.run_dir import RunFolder
 
 
@@ -108,10 +109,11 @@ def print_episodes(
         if required:
             print_line(console, "No rollout matches.")
         return
-    tokenizer = _find_tokenizer(folder, console) if args.tokens else None
+    needs_tokens = args.tokens or any(has_rows(record.trajectory) for record in found)
+    tokenizer = _find_tokenizer(folder, console) if needs_tokens else None
     print_line(console, f"\nFrom {files[0].relative_to(folder.path)}:")
     for record in found:
-        print_record(console, record, tokenizer)
+        print_record(console, record, tokenizer, as_tokens=args.tokens)
 
 
 def find_rollouts(folder: RunFolder, step: int | None, evaluation: str | None) -> list[Path]:

@@ -13,6 +13,7 @@ from ludus.cli.ui.terminal import print_line, print_text
 from ludus.engines.base import common_prefix
 from ludus.evaluation.tables import message_lines
 from ludus.rollouts.rollout_files import RolloutRecord
+from ludus.rollouts.trees import has_rows, row_starts
 from ludus.tools.base import Tool
 from ludus.types import Message, Segment, ToolOutcome, ToolStatus, Trajectory
 
@@ -27,18 +28,20 @@ def print_transcript(console: Console, trajectory: Trajectory) -> None:
     print_text(console, f"{_ending(trajectory)}\n")
 
 
-def print_record(console: Console, record: RolloutRecord, tokenizer: Tokenizer | None = None) -> None:
-    """Print a stored rollout: its dialogue or, with a tokenizer, its tokens, and its outcome."""
+def print_record(
+    console: Console, record: RolloutRecord, tokenizer: Tokenizer | None = None, *, as_tokens: bool = False
+) -> None:
+    """Print a stored rollout: its dialogue or, with a tokenizer and `as_tokens`, its tokens, rows, and its outcome."""
     trajectory = record.trajectory
     console.rule(Text(f"task {record.group}, sample {trajectory.sample}", style="bold"))
     if trajectory.tags:
         print_line(console, "  ".join(f"{name} {value}" for name, value in trajectory.tags.items()), "dim")
     shown: list[list[tuple[str, str]]] = []
     for path in trajectory.attempts():
-        if tokenizer is None or not path.segments:  # an endpoint returns no tokens
+        if tokenizer is None or not as_tokens or not path.segments:  # an endpoint returns no tokens
             parts = list(marked_messages(path))
         else:
-            parts = list(_marked_tokens(path.segments, tokenizer))
+            parts = [] if has_rows(path) else list(_marked_tokens(path.segments, tokenizer))
         shared = max((common_prefix(parts, before) for before in shown), default=0)
         shown.append(parts)
         if shared:
@@ -47,12 +50,36 @@ def print_record(console: Console, record: RolloutRecord, tokenizer: Tokenizer |
             print_text(console, f"[{kind}] {text}", STYLES[kind])
         for error in (outcome for outcome in path.outcomes if outcome.status is not ToolStatus.OK):
             print_line(console, f"tool error: {error.tool or 'no tool'}: {error.status}", "red")
+        if has_rows(path):
+            _print_rows(console, path, tokenizer, whole=as_tokens)
         print_text(console, _ending(path))
     if trajectory.leaves:
         print_line(console, f"mean reward of {len(trajectory.leaves)} leaves: {trajectory.reward:g}")
     if (failure := trajectory.failure) is not None:
         print_text(console, f"failed in the {failure.part} after {failure.attempts} attempts: {failure.error}", "red")
     print_text(console, f"{_outcome_line(record)}\n")
+
+
+def _print_rows(console: Console, trajectory: Trajectory, tokenizer: Tokenizer | None, *, whole: bool) -> None:
+    """Print how each row begins, the first difference, and its own segments, shortened unless `whole`."""
+    for number, start in enumerate(row_starts(trajectory)):
+        how = f"forks from row {start.of} after {start.recorded} tokens" if start.recorded else "has a new prompt"
+        equal = f"; {start.shared} tokens equal those of row {start.of}" if start.shared else ""
+        print_line(console, f"row {number} {how}{equal}", "bold")
+        if start.shared:
+            for name, tokens in ((start.of, start.before), (number, start.after)):
+                print_text(console, f"  row {name} continues with {_decoded(tokens, tokenizer)!r}")
+        if tokenizer is None:
+            continue
+        for kind, text in _marked_tokens([trajectory.segments[i] for i in start.segments], tokenizer):
+            shown = text if whole else shorten(text.partition("\n")[2], console.width)
+            print_text(console, f"[{kind}] {shown}", STYLES[kind])
+
+
+def _decoded(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
+    if tokenizer is None or not tokens:
+        return " ".join(map(str, tokens)) or "(its end)"
+    return tokenizer.decode(tokens, skip_special_tokens=False)
 
 
 def _outcome_line(record: RolloutRecord) -> str:

@@ -20,7 +20,16 @@ from typing import TYPE_CHECKING, TypeVar
 
 import torch
 
-from ludus.engines.base import BASE, DEFAULT, AdapterVersions, EngineStats, Request, check_fits, check_params
+from ludus.engines.base import (
+    BASE,
+    DEFAULT,
+    TOKEN_WATCHERS,
+    AdapterVersions,
+    EngineStats,
+    Request,
+    check_fits,
+    check_params,
+)
 from ludus.engines.embedded.generic_scheduler import GenericForward, GenericScheduler, StateStore
 from ludus.engines.embedded.kv_cache import PAGE, RadixCache, root_name
 from ludus.engines.embedded.model_runner import RaggedForward
@@ -139,11 +148,16 @@ class LocalEngine:
         """Sample one action per request, queued in order. Raises RequestRejected for an invalid one, or EngineBusy."""
         sequences = await self._sequences(requests)
         self._worker.submit(lambda: list(map(self._sessions.add, sequences)))
+        watched = [one for one in sequences if one.request.episode in TOKEN_WATCHERS]
+        watching = [asyncio.create_task(_watch(one, TOKEN_WATCHERS[one.request.episode])) for one in watched]
         try:
             return [await asyncio.wrap_future(sequence.result) for sequence in sequences]
         except (asyncio.CancelledError, EngineError):  # abort the rest of the batch
             self._worker.submit(lambda: list(map(self._core.abort, sequences)))
             raise
+        finally:
+            for task in watching:
+                task.cancel()
 
     async def stream(self, request: Request) -> AsyncIterator[Piece]:
         """Sample one action and yield its new tokens every 20 ms; the last piece has the finish reason."""
@@ -363,6 +377,17 @@ def _check_capacity(num_unfinished: int, num: int, limit: int) -> None:
             f"The engine has {num_unfinished} requests and accepts {limit} at most (max_requests).",
             "Retry when some have finished.",
         )
+
+
+async def _watch(sequence: SequenceState, watcher: Callable[[Sequence[int]], None]) -> None:
+    """Report new tokens of an action every 20 ms until it is complete; the last ones may be missing."""
+    num_sent = 0
+    while not sequence.result.done():
+        await asyncio.sleep(_STREAM_INTERVAL_S)
+        until = len(sequence.versions)
+        if until > num_sent:
+            watcher(_piece(sequence, num_sent, until, None).tokens)
+            num_sent = until
 
 
 def _piece(sequence: SequenceState, start: int, end: int, finish: FinishReason | None) -> Piece:

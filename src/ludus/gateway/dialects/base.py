@@ -6,9 +6,10 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pydantic import BaseModel
+from pydantic import BaseModel, Field
 
-from ludus.gateway.protocol.bodies import BadRequest, JsonBody
+from ludus.engines.base import common_prefix
+from ludus.gateway.protocol.bodies import BadRequest, JsonBody, Sampling, error_body, json_bytes
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 from ludus.tools.base import DescribedTool, FunctionSchema, ToolSchema, described_tool
 from ludus.types import JSON, Guide, Message, MessageToolCall
@@ -32,18 +33,73 @@ class SessionRequest:
     echo: Mapping[str, object] = field(default_factory=dict)
 
 
+_UNSUPPORTED: dict[str, Sequence[object]] = {
+    "frequency_penalty": (0,),
+    "presence_penalty": (0,),
+    "logit_bias": ({},),
+    "audio": (),
+    "web_search_options": (),
+    "functions": (),
+    "function_call": ("auto", "none"),
+    "modalities": (["text"],),
+    "suffix": ("",),
+    "best_of": (1,),
+}
+
+
+class SessionSampling(Sampling):
+    """Fields of OpenAI's requests of a session: other fields than the refused ones are labels."""
+
+    temperature: float | None = None
+    top_p: float | None = None
+    n: int = Field(1, ge=1, le=16)
+
+    def check_extra_fields(self) -> None:
+        refuse_fields(self, _UNSUPPORTED)
+
+    def refuse_set(self, *names: str) -> None:
+        """Raise BadRequest for a field that is neither null nor its default."""
+        for name, value in self.model_dump(include={*names}).items():
+            if value is not None and value != type(self).model_fields[name].default:
+                raise BadRequest(f"{name} is not supported.")
+
+
+def openai_error(status: int, message: str, code: str | None) -> JsonBody:
+    """Return the body of an error as OpenAI's endpoints do."""
+    return error_body(message, status, code)
+
+
+@dataclass(frozen=True)
+class Sent:
+    """What a stream has sent of a reply: the text, and the number of events."""
+
+    text: str = ""
+    num: int = 0
+
+
 @dataclass(frozen=True)
 class Dialect:
     """An endpoint: `parse` reads a body, `reply` and `events` are the whole and the streamed reply.
 
-    `end` is the last line of a stream. `error` is the body of an error with a status, a message and a code.
+    A text that grows is streamed by `begin`, with the number of tokens of the prompt, a `delta` for each part, with its
+    number, and the `events` after what was sent. `end` is the last line of a stream. `error` is the body of an error
+    with a status, a message and a code.
     """
 
     parse: Callable[[bytes, Histories], SessionRequest]
     reply: Callable[[SessionRequest, str, Sequence[PendingTurn]], JsonBody]
-    events: Callable[[SessionRequest, str, Sequence[PendingTurn]], Iterator[Event]]
-    error: Callable[[int, str, str | None], JsonBody]
+    events: Callable[[SessionRequest, str, Sequence[PendingTurn], Sent], Iterator[Event]]
+    begin: Callable[[SessionRequest, str, int], list[Event]]
+    delta: Callable[[SessionRequest, str, str, int], Event]
+    error: Callable[[int, str, str | None], JsonBody] = openai_error
     end: bytes = b""
+
+    def content(self, asked: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> tuple[bytes, str]:
+        """Return the reply, or all events of a stream, and the media type."""
+        if not asked.stream:
+            return json_bytes(self.reply(asked, name, turns)), "application/json"
+        events = b"".join(event_bytes(*event) for event in self.events(asked, name, turns, Sent()))
+        return events + self.end, "text/event-stream"
 
 
 def event_bytes(name: str, data: JsonBody) -> bytes:
@@ -75,6 +131,12 @@ def refuse_fields(body: BaseModel, unsupported: Mapping[str, Sequence[object]]) 
     for name, value in (body.model_extra or {}).items():
         if name in unsupported and value is not None and value not in unsupported[name]:
             raise BadRequest(f"{name} = {json.dumps(value)[:80]} is not supported.")
+
+
+def unsent(content: str, sent: str) -> str:
+    """Return the content after the part that was sent."""
+    parts = (text[common_prefix(text, sent) :] for text in (content, content.lstrip()))
+    return min(parts, key=len)
 
 
 def reply_calls(turn: PendingTurn) -> list[MessageToolCall]:

@@ -5,50 +5,29 @@ from __future__ import annotations
 import time
 from collections.abc import Iterator, Sequence
 
-from pydantic import Field
-
 from ludus.gateway.dialects.base import (
     Dialect,
     Event,
     Histories,
+    Sent,
     SessionRequest,
+    SessionSampling,
     function_tool,
-    refuse_fields,
     reply_calls,
+    unsent,
 )
-from ludus.gateway.protocol.bodies import BadRequest, ChatRequest, JsonBody, error_body, read_body
+from ludus.gateway.protocol.bodies import ChatRequest, JsonBody, read_body
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 
-_UNSUPPORTED: dict[str, Sequence[object]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "audio": (),
-    "web_search_options": (),
-    "functions": (),
-    "function_call": ("auto", "none"),
-    "modalities": (["text"],),
-}
 
-
-class SessionChatRequest(ChatRequest):
-    """Body of `/v1/chat/completions` of a session: other fields than the refused ones are labels."""
-
-    temperature: float | None = None
-    top_p: float | None = None
-    n: int = Field(1, ge=1, le=16)
-
-    def check_extra_fields(self) -> None:
-        refuse_fields(self, _UNSUPPORTED)
+class SessionChatRequest(SessionSampling, ChatRequest):
+    """Body of `/v1/chat/completions` of a session."""
 
 
 def parse(raw: bytes, _: Histories) -> SessionRequest:
     """Return the request of a body. Raises BadRequest. Temperature and filters are the trainer's and are ignored."""
     body = read_body(SessionChatRequest, raw)
-    fixed = {"logprobs", "stop_token_ids", "ignore_eos", "include_stop_str_in_output"}
-    for name, value in body.model_dump(include=fixed).items():
-        if value:
-            raise BadRequest(f"{name} is not supported.")
+    body.refuse_set("logprobs", "stop_token_ids", "ignore_eos", "include_stop_str_in_output")
     tools = body.tools or [] if body.tool_choice != "none" else []
     length = body.max_completion_tokens or body.max_tokens
     limits = ReplyLimits(length, body.stops, body.guide, body.must_call, body.call_of)
@@ -73,13 +52,26 @@ def reply(request: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> J
     return _body("chat.completion", request, name, choices) | {"usage": _usage(turns)}
 
 
-def events(request: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> Iterator[Event]:
-    """Yield the chunks of chat completions."""
+def begin(request: SessionRequest, name: str, _: int) -> list[Event]:
+    """Return the first chunk."""
+    return [_chunk(request, name, 0, {"role": "assistant", "content": ""})]
+
+
+def delta(request: SessionRequest, name: str, text: str, _: int) -> Event:
+    """Return a chunk of text."""
+    return _chunk(request, name, 0, {"content": text})
+
+
+def events(request: SessionRequest, name: str, turns: Sequence[PendingTurn], sent: Sent) -> Iterator[Event]:
+    """Yield the chunks of chat completions after the text that was sent."""
     for i, turn in enumerate(turns):
         message = _message(turn)
         calls = message.pop("tool_calls", [])
         assert isinstance(calls, list)
-        yield _chunk(request, name, i, {"role": "assistant", "content": ""})
+        if sent.text:
+            message["content"] = unsent(turn.action.message["content"], sent.text)
+        else:
+            yield _chunk(request, name, i, {"role": "assistant", "content": ""})
         for part in ("reasoning_content", "content"):
             if message.get(part):
                 yield _chunk(request, name, i, {part: message[part]})
@@ -118,9 +110,5 @@ def _chunk(request: SessionRequest, name: str, index: int, delta: JsonBody, reas
     return "", _body("chat.completion.chunk", request, name, [choice])
 
 
-def _error(status: int, message: str, code: str | None) -> JsonBody:
-    return error_body(message, status, code)
-
-
-CHAT = Dialect(parse, reply, events, _error, b"data: [DONE]\n\n")
+CHAT = Dialect(parse, reply, events, begin, delta, end=b"data: [DONE]\n\n")
 """Chat completions."""

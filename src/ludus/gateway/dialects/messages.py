@@ -12,10 +12,13 @@ from ludus.gateway.dialects.base import (
     Dialect,
     Event,
     Histories,
+    Sent,
     SessionRequest,
     function_call,
     function_tool,
     reply_calls,
+    schema_guide,
+    unsent,
 )
 from ludus.gateway.protocol.bodies import BadRequest, JsonBody, read_body
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
@@ -71,8 +74,21 @@ class _Choice(BaseModel):
     name: str = ""
 
 
+class _Format(BaseModel):
+    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+
+    type: Literal["json_schema"]
+    schema_: dict[str, JsonValue] = Field(alias="schema")
+
+
+class _OutputConfig(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    format: _Format | None = None
+
+
 class MessagesRequest(BaseModel):
-    """Body of `/v1/messages`; other fields are labels. Temperature and filters are the trainer's."""
+    """Body of `/v1/messages`; other fields are labels. `output_format` is an older name of `output_config.format`."""
 
     model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
 
@@ -84,7 +100,8 @@ class MessagesRequest(BaseModel):
     tool_choice: _Choice | None = None
     stop_sequences: list[str] | None = None
     stream: bool | None = False
-    output_config: dict[str, JsonValue] | None = None
+    output_config: _OutputConfig | None = None
+    output_format: _Format | None = None
 
 
 def parse(raw: bytes, _: Histories) -> SessionRequest:
@@ -94,12 +111,12 @@ def parse(raw: bytes, _: Histories) -> SessionRequest:
     messages = [Message(role="system", content=system)] if system else []
     for said in body.messages:
         messages += _messages(said)
-    if (body.output_config or {}).get("format") is not None:
-        raise BadRequest("output_config.format is not supported.")
+    form = (body.output_config.format if body.output_config is not None else None) or body.output_format
+    guide = schema_guide(form.schema_ if form is not None else None)
     choice = body.tool_choice or _Choice(type="auto")
     tools = [tool for tool in body.tools or [] if tool.input_schema is not None] if choice.type != "none" else []
     must_call = choice.type in ("any", "tool")
-    limits = ReplyLimits(body.max_tokens, tuple(body.stop_sequences or ()), None, must_call, choice.name)
+    limits = ReplyLimits(body.max_tokens, tuple(body.stop_sequences or ()), guide, must_call, choice.name)
     return SessionRequest(
         messages,
         [function_tool(tool.name, tool.description, tool.input_schema) for tool in tools],
@@ -144,25 +161,49 @@ def _text(content: str | Sequence[_Block]) -> str:
 def reply(request: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> JsonBody:
     """Return a message."""
     (turn,) = turns
-    return _message(request, name, turn) | {"content": _blocks(turn)}
+    usage = turn.num_prompt_tokens, turn.num_tokens
+    return _message(request, name, _stop(turn), usage) | {"content": _blocks(turn)}
 
 
-def events(request: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> Iterator[Event]:
-    """Yield the typed events of a message."""
+def begin(request: SessionRequest, name: str, num_prompt: int) -> list[Event]:
+    """Return the events before the text of a message."""
+    return [_start(request, name, num_prompt), _block_event("start", 0, content_block={"type": "text", "text": ""})]
+
+
+def delta(request: SessionRequest, name: str, text: str, _: int) -> Event:
+    """Return an event with text."""
+    return _block_event("delta", 0, delta={"type": "text_delta", "text": text})
+
+
+def events(request: SessionRequest, name: str, turns: Sequence[PendingTurn], sent: Sent) -> Iterator[Event]:
+    """Yield the typed events of a message after the text that was sent."""
     (turn,) = turns
-    whole = _message(request, name, turn)
-    begun = whole | {"content": [], "stop_reason": None, "stop_sequence": None}
-    yield "message_start", {"type": "message_start", "message": begun}
-    for index, block in enumerate(_blocks(turn)):
-        at: JsonBody = {"index": index}
-        empty, delta = _delta(block)
-        yield "content_block_start", {"type": "content_block_start", **at, "content_block": empty}
-        yield "content_block_delta", {"type": "content_block_delta", **at, "delta": delta}
-        yield "content_block_stop", {"type": "content_block_stop", **at}
-    delta = {"stop_reason": whole["stop_reason"], "stop_sequence": whole["stop_sequence"]}
-    usage = {"output_tokens": turn.num_tokens}
-    yield "message_delta", {"type": "message_delta", "delta": delta, "usage": usage}
+    blocks = _blocks(turn, has_text=bool(sent.text))
+    if sent.text:  # the text is the first block
+        blocks.sort(key=lambda block: block["type"] != "text")
+        if rest := unsent(turn.action.message["content"], sent.text):
+            yield delta(request, name, rest, sent.num)
+        yield _block_event("stop", 0)
+    else:
+        yield _start(request, name, turn.num_prompt_tokens)
+    for index, block in list(enumerate(blocks))[1 if sent.text else 0 :]:
+        empty, part = _delta(block)
+        yield _block_event("start", index, content_block=empty)
+        yield _block_event("delta", index, delta=part)
+        yield _block_event("stop", index)
+    reason, stop = _stop(turn)
+    end: JsonBody = {"delta": {"stop_reason": reason, "stop_sequence": stop}}
+    yield "message_delta", {"type": "message_delta", **end, "usage": {"output_tokens": turn.num_tokens}}
     yield "message_stop", {"type": "message_stop"}
+
+
+def _start(request: SessionRequest, name: str, num_prompt: int) -> Event:
+    begun = _message(request, name, (None, None), (num_prompt, 0)) | {"content": []}
+    return "message_start", {"type": "message_start", "message": begun}
+
+
+def _block_event(kind: str, index: int, **fields: JsonBody) -> Event:
+    return f"content_block_{kind}", {"type": f"content_block_{kind}", "index": index, **fields}
 
 
 def _delta(block: JsonBody) -> tuple[JsonBody, JsonBody]:
@@ -173,12 +214,12 @@ def _delta(block: JsonBody) -> tuple[JsonBody, JsonBody]:
     return block | {part: ""}, {"type": f"{part}_delta", part: block[part]}
 
 
-def _blocks(turn: PendingTurn) -> list[JsonBody]:
+def _blocks(turn: PendingTurn, *, has_text: bool = False) -> list[JsonBody]:
     said, calls = turn.action.message, reply_calls(turn)
     blocks: list[JsonBody] = []
     if thought := said.get("reasoning_content"):
         blocks.append({"type": "thinking", "thinking": thought, "signature": ""})
-    if said["content"] or not calls:
+    if said["content"] or has_text or not calls:
         blocks.append({"type": "text", "text": said["content"]})
     for call in calls:
         arguments = json.loads(call["function"]["arguments"])
@@ -186,16 +227,22 @@ def _blocks(turn: PendingTurn) -> list[JsonBody]:
     return blocks
 
 
-def _message(request: SessionRequest, name: str, turn: PendingTurn) -> JsonBody:
+def _stop(turn: PendingTurn) -> tuple[str, str | None]:
     reason = "stop_sequence" if turn.stopped_by else "tool_use" if turn.action.calls else "end_turn"
+    return "max_tokens" if turn.action.finish_reason == "length" else reason, turn.stopped_by or None
+
+
+def _message(
+    request: SessionRequest, name: str, stop: tuple[str | None, str | None], usage: tuple[int, int]
+) -> JsonBody:
     return {
         "id": f"msg_{name}",
         "type": "message",
         "role": "assistant",
         "model": request.model,
-        "stop_reason": "max_tokens" if turn.action.finish_reason == "length" else reason,
-        "stop_sequence": turn.stopped_by or None,
-        "usage": {"input_tokens": turn.num_prompt_tokens, "output_tokens": turn.num_tokens},
+        "stop_reason": stop[0],
+        "stop_sequence": stop[1],
+        "usage": {"input_tokens": usage[0], "output_tokens": usage[1]},
     }
 
 
@@ -204,5 +251,5 @@ def _error(status: int, message: str, code: str | None) -> JsonBody:
     return {"type": "error", "error": {"type": kind, "message": message}}
 
 
-MESSAGES = Dialect(parse, reply, events, _error)
+MESSAGES = Dialect(parse, reply, events, begin, delta, _error)
 """Anthropic's Messages."""

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from itertools import count
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import islice
 from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
@@ -13,16 +13,18 @@ from ludus.gateway.dialects.base import (
     Dialect,
     Event,
     Histories,
+    Sent,
     SessionRequest,
     function_call,
     function_tool,
     refuse_fields,
     reply_calls,
     schema_guide,
+    unsent,
 )
-from ludus.gateway.protocol.bodies import BadRequest, JsonBody, error_body, read_body
+from ludus.gateway.protocol.bodies import BadRequest, JsonBody, read_body
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
-from ludus.types import Message
+from ludus.types import Action, Message
 
 _UNSUPPORTED: dict[str, Sequence[object]] = {
     "background": (False,),
@@ -179,28 +181,63 @@ def reply(request: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> J
     return _response(request, name, turn, _output(name, turn))
 
 
-def events(request: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> Iterator[Event]:
-    """Yield the typed events of a response."""
-    numbers = count()
-    for kind, data in _events(request, name, turns[0]):
-        yield kind, {"type": kind, "sequence_number": next(numbers), **data}
+def begin(request: SessionRequest, name: str, _: int) -> list[Event]:
+    """Return the events before the text of a response."""
+    nothing = PendingTurn(Action(Message(role="assistant", content="")), (), (), lambda: None)
+    (item,) = _output(name, nothing)
+    found = [*_created(request, name, nothing), _added(item, 0), *islice(_item_events(item, _place(item, 0), ""), 1)]
+    return list(_numbered(found, 0))
 
 
-def _events(request: SessionRequest, name: str, turn: PendingTurn) -> Iterator[Event]:
+def delta(request: SessionRequest, name: str, text: str, number: int) -> Event:
+    """Return an event with text."""
+    place = {"item_id": f"msg_{name}", "output_index": 0, "content_index": 0}
+    (event,) = _numbered([("response.output_text.delta", place | {"delta": text, "logprobs": []})], number)
+    return event
+
+
+def events(request: SessionRequest, name: str, turns: Sequence[PendingTurn], sent: Sent) -> Iterator[Event]:
+    """Yield the typed events of a response after what was sent."""
+    yield from _numbered(_events(request, name, turns[0], sent), sent.num)
+
+
+def _numbered(found: Iterable[Event], start: int) -> Iterator[Event]:
+    for number, (kind, data) in enumerate(found, start):
+        yield kind, {"type": kind, "sequence_number": number, **data}
+
+
+def _created(request: SessionRequest, name: str, turn: PendingTurn) -> list[Event]:
     begun = _response(request, name, turn, []) | {"status": "in_progress", "usage": None}
-    yield "response.created", {"response": begun}
-    yield "response.in_progress", {"response": begun}
-    output = _output(name, turn)
+    return [("response.created", {"response": begun}), ("response.in_progress", {"response": begun})]
+
+
+def _added(item: JsonBody, index: int) -> Event:
+    empty: JsonBody = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
+    added = {"output_index": index, "item": item | empty | {"status": "in_progress"}}
+    return "response.output_item.added", added
+
+
+def _place(item: JsonBody, index: int) -> JsonBody:
+    return {"item_id": item["id"], "output_index": index}
+
+
+def _events(request: SessionRequest, name: str, turn: PendingTurn, sent: Sent) -> Iterator[Event]:
+    output = _output(name, turn, has_text=bool(sent.text))
+    if sent.text:  # the message is the first item
+        output.sort(key=lambda item: item["type"] != "message")
+    else:
+        yield from _created(request, name, turn)
     for index, item in enumerate(output):
-        empty: JsonBody = {"arguments": ""} if item["type"] == "function_call" else {"content": []}
-        yield "response.output_item.added", {"output_index": index, "item": item | empty | {"status": "in_progress"}}
-        yield from _item_events(item, {"item_id": item["id"], "output_index": index})
+        begun = sent.text if index == 0 else ""
+        if not begun:
+            yield _added(item, index)
+        yield from islice(_item_events(item, _place(item, index), begun), 1 if begun else 0, None)
         yield "response.output_item.done", {"output_index": index, "item": item}
     whole = _response(request, name, turn, output)
     yield f"response.{whole['status']}", {"response": whole}
 
 
-def _item_events(item: Mapping[str, object], at: JsonBody) -> Iterator[Event]:
+def _item_events(item: Mapping[str, object], at: JsonBody, sent: str) -> Iterator[Event]:
     if item["type"] == "function_call":
         kind = "response.function_call_arguments"
         yield f"{kind}.delta", at | {"delta": item["arguments"]}
@@ -215,18 +252,19 @@ def _item_events(item: Mapping[str, object], at: JsonBody) -> Iterator[Event]:
         yield "response.reasoning_text.done", at | {"text": part["text"]}
         return
     yield "response.content_part.added", at | {"part": part | {"text": ""}}
-    yield "response.output_text.delta", at | {"delta": part["text"], "logprobs": []}
+    if (rest := unsent(part["text"], sent)) or not sent:
+        yield "response.output_text.delta", at | {"delta": rest, "logprobs": []}
     yield "response.output_text.done", at | {"text": part["text"], "logprobs": []}
     yield "response.content_part.done", at | {"part": part}
 
 
-def _output(name: str, turn: PendingTurn) -> list[JsonBody]:
+def _output(name: str, turn: PendingTurn, *, has_text: bool = False) -> list[JsonBody]:
     said, calls = turn.action.message, reply_calls(turn)
     items: list[JsonBody] = []
     if thought := said.get("reasoning_content"):
         content = [{"type": "reasoning_text", "text": thought}]
         items.append({"type": "reasoning", "id": f"rs_{name}", "summary": [], "content": content})
-    if said["content"] or not calls:
+    if said["content"] or has_text or not calls:
         part = {"type": "output_text", "text": said["content"], "annotations": [], "logprobs": []}
         items.append({"type": "message", "id": f"msg_{name}", "role": "assistant", "content": [part]})
     for i, call in enumerate(calls):
@@ -267,9 +305,5 @@ def _response(request: SessionRequest, name: str, turn: PendingTurn, output: lis
     }
 
 
-def _error(status: int, message: str, code: str | None) -> JsonBody:
-    return error_body(message, status, code)
-
-
-RESPONSES = Dialect(parse, reply, events, _error)
+RESPONSES = Dialect(parse, reply, events, begin, delta)
 """OpenAI's Responses."""

@@ -369,6 +369,12 @@ def response_body(
     return {"id": name, "object": kind, "created": created, "model": model, "choices": choices, "usage": tokens}
 
 
+def text_choice(index: int, text: str, finish: str | None) -> JsonBody:
+    """Return a choice of completions; fields that were not requested are null."""
+    head = {"index": index, "text": text, "logprobs": None, "finish_reason": finish, "stop_reason": None}
+    return head | dict.fromkeys(("token_ids", "prompt_logprobs", "prompt_token_ids", "weight_versions"))
+
+
 def version_spans(versions: Sequence[int]) -> list[JsonBody]:
     """Group consecutive tokens by weight version: tokens [`start`, `end`) were sampled by `version`."""
     lengths = [(str(version), len(list(run))) for version, run in groupby(versions)]

@@ -456,7 +456,8 @@ def _warn_corrections(config: Config, algorithm: Algorithm) -> Iterator[str]:
 
 
 def _warn_credit(config: Config, algorithm: Algorithm, world: World) -> Iterator[str]:
-    has_turn_rewards = world.emits_turn_rewards or config.rewards.rewards_turns or config.rewards.model is not None
+    of_world = world.emits_turn_rewards or config.rollout.agent.is_set
+    has_turn_rewards = of_world or config.rewards.rewards_turns or config.rewards.model is not None
     if algorithm.advantage_spec.has(Need.TURN_REWARDS) and not has_turn_rewards:
         verifier = "rewards.turn_verifier_weight, " if world.turn_verifier is not None else ""
         yield (
