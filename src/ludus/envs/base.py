@@ -117,6 +117,39 @@ class Environment(ABC):
         return None
 
 
+class WrappedEnvironment(Environment):
+    """Base of environments that change another one; everything else is forwarded to it."""
+
+    def __init__(self, inner: Environment) -> None:
+        self.inner = inner
+        self.tools, self.rewards = inner.tools, inner.rewards
+
+    def task_of(self, task: Task) -> Task:
+        """Return the task that the other environment receives."""
+        return task
+
+    async def start(self, task: Task) -> list[Message]:
+        return await self.inner.start(self.task_of(task))
+
+    async def step(self, action: Action) -> StepResult:
+        return await self.inner.step(action)
+
+    async def drive(self, task: Task, policy: PolicySession) -> None:
+        await self.inner.drive(self.task_of(task), policy)
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+    def implements(self, method: str) -> bool:
+        return defines(self, WrappedEnvironment, method) or self.inner.implements(method)
+
+    def state_key(self) -> str:
+        return self.inner.state_key()
+
+    async def grade_again(self) -> ToolOutcome | None:
+        return await self.inner.grade_again()
+
+
 class World(ABC):
     """A source of tasks and environments. Equal settings yield equal tasks in equal order.
 

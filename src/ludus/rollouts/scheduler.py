@@ -32,6 +32,7 @@ from ludus.rollouts.episode import (
 )
 from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollouts.reward_executor import RewardExecutor, ThreadRewardExecutor, add_seconds
+from ludus.rollouts.subagents import SubAgents
 from ludus.rollouts.trees import run_tree
 from ludus.types import Completion, Failure, SamplingParams, Segment, StopReason, Task, ToolStatus, Trajectory
 
@@ -69,11 +70,16 @@ class LockstepEngine:
         self._start_round_if_complete()
 
     async def generate(self, request: Request) -> Completion:
-        """Wait for the round and return the result. Raises ValueError for an episode that has not joined."""
-        if request.episode not in self._joined:
+        """Wait for the round and return the result. Raises ValueError for an episode that has not joined.
+
+        A dialogue `EPISODE~NAME` is part of its episode, which has one request at a time.
+        """
+        folder, _, name = request.episode.rpartition("/")
+        episode = "/".join(filter(None, [folder, name.partition("~")[0]]))
+        if episode not in self._joined:
             raise ValueError(f"episode {request.episode} has not joined")
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting[request.episode] = (request, future)
+        self._waiting[episode] = (request, future)
         self._start_round_if_complete()
         return await future
 
@@ -293,6 +299,9 @@ class Scheduler:
         if environment.implements("drive"):
             runner = AgentRunner(self.agents, self.lockstep is not None, self.opponents)
             trajectory = await runner.run(*one, partial(self.make_chat, request), limits)
+        elif limits.subagents.max_depth:
+            make_chat, serial = partial(self.make_chat, request), self.lockstep is not None
+            trajectory = await SubAgents(request.task, request.key.sample, make_chat, limits, serial).run(environment)
         else:
             session = self.make_chat(request)
             if number:
