@@ -9,11 +9,11 @@ from ludus.config.schema import Config
 from ludus.config.sections.rollout import ContextConfig, RolloutConfig, SubagentsConfig
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, ToolFault
-from ludus.rollouts.context import ManagedChatSession
+from ludus.rollouts.dialogues.context import ManagedChatSession
+from ludus.rollouts.dialogues.subagents import SubAgents
 from ludus.rollouts.episode import scored
 from ludus.rollouts.ledger import RolloutKey
 from ludus.rollouts.scheduler import Episode
-from ludus.rollouts.subagents import SubAgents
 from ludus.tools.base import tool
 from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import assign_credit
@@ -196,7 +196,10 @@ def test_sub_agents_of_a_managed_dialogue_are_managed():
         ({"rollout": {"partial": {"tokens": 10}}}, r"rollout\.partial does not apply to episodes with sub-agents"),
         ({"rollout": {"agent": {"command": ["a"]}}}, r"rollout\.subagents does not apply to episodes of agents"),
         ({"env": {"rendering": "tags"}}, "env.rendering = 'tags' does not apply"),
-        ({"rollout": {"subagents": {"max_depth": 1, "tools": ["serch"]}}}, "names 'serch', which is not a tool"),
+        (
+            {"env": {"name": "guess"}, "rollout": {"subagents": {"max_depth": 1, "tools": ["serch"]}}},
+            "names 'serch', which is not a tool of 'guess'",
+        ),
     ],
 )
 def test_settings_that_do_not_apply_are_refused(changes, text):

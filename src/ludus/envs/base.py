@@ -17,6 +17,7 @@ from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import TurnVerifier
 from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.base import Tool
+from ludus.tools.notes import Notes
 from ludus.types import POLICY, Action, DataClass, Message, StepResult, Task, ToolOutcome
 
 
@@ -51,6 +52,8 @@ class PolicySession(Protocol):
     """The remote client that runs the agent, if there is one."""
     agent_rewards: dict[str, float]
     """The reward of each agent by its name, set by an environment of several agents."""
+    notes: Notes
+    """The notes of the rollout, for `notes_tools`; with `rollout.notes.scope = "task"` also those of earlier steps."""
 
     @property
     def opponent(self) -> PolicySession | None:

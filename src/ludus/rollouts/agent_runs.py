@@ -28,6 +28,7 @@ from ludus.plugins import plugin_line
 from ludus.rollouts.agent_session import AgentSession
 from ludus.rollouts.episode import ChatSession, is_being_cancelled, world_errors
 from ludus.sandbox.local.namespaces import PausableTimeout
+from ludus.tools.notes import Notes
 from ludus.types import Message, Segment, StopReason, Task, Timings, Trajectory
 from ludus.untrusted.worker import close_pipes
 
@@ -225,11 +226,12 @@ OPPONENT_VERSION: Final = "opponent_version"
 
 @dataclass(frozen=True)
 class AgentRunner:
-    """Run episodes of agents. `server` is needed if they use a base URL; `serial` as in `AgentSession`."""
+    """Run episodes of agents. `server` is needed if they use a base URL; `serial` and `notes` as in `AgentSession`."""
 
     server: AgentServer | None = None
     serial: bool = False
     opponents: Opponents | None = None
+    notes: Notes | None = None
 
     async def run(
         self,
@@ -267,7 +269,7 @@ class AgentRunner:
     ) -> AsyncIterator[AgentSession]:
         past = self.opponents
         opponent = None if past is None else AgentSession(lambda: past.chat(make_chat), limits)
-        session = AgentSession(make_chat, limits, self.serial, opponent=opponent)
+        session = AgentSession(make_chat, limits, self.serial, opponent=opponent, notes=self.notes or Notes())
         if self.server is not None:
             session.address = await self.server.add(session)
         try:

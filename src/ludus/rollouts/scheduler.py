@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ludus.chat.render import Renderer
-from ludus.config.sections.rollout import BranchConfig, RolloutConfig
+from ludus.config.sections.rollout import BranchConfig, NotesConfig, RolloutConfig
 from ludus.engines.base import ContinuesActions, Engine, Request, seed_for
 from ludus.envs.base import World
+from ludus.envs.tool_env import ExtraToolsEnv, ToolLimits
 from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
 from ludus.rollouts.agent_runs import AgentRunner, AgentServer, ExternalAgent, Opponents
-from ludus.rollouts.context import ManagedChatSession
+from ludus.rollouts.dialogues.context import ManagedChatSession
+from ludus.rollouts.dialogues.subagents import SubAgents
 from ludus.rollouts.episode import (
     ChatSession,
     EngineChatSession,
@@ -32,8 +34,8 @@ from ludus.rollouts.episode import (
 )
 from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollouts.reward_executor import RewardExecutor, ThreadRewardExecutor, add_seconds
-from ludus.rollouts.subagents import SubAgents
 from ludus.rollouts.trees import run_tree
+from ludus.tools.notes import Notes, notes_tools
 from ludus.types import Completion, Failure, SamplingParams, Segment, StopReason, Task, ToolStatus, Trajectory
 
 _Entry = tuple[Request, "asyncio.Future[Completion]"]
@@ -115,11 +117,12 @@ class LockstepEngine:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """Request for one episode; a greedy one has temperature 0."""
+    """Request for one episode; a greedy one has temperature 0. `notes` are those of earlier episodes of its task."""
 
     key: RolloutKey
     task: Task
     greedy: bool = False
+    notes: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -295,25 +298,41 @@ class Scheduler:
         limits = self.limits_of(request.task) if self.limits_of else rollout_for(self.world, self.rollout, request.task)
         if self.agents is not None and self.rollout.agent.is_set:
             environment = ExternalAgent(environment, self.rollout.agent, self.agents.offers)
-        one = (request.task, request.key.sample, environment)
+        notes = notes_of(limits.notes, request.notes)
+        played = environment
+        if notes is not None and not environment.implements("drive"):
+            played = ExtraToolsEnv(environment, notes_tools(notes), ToolLimits.of(limits))
+        one = (request.task, request.key.sample, played)
         if environment.implements("drive"):
-            runner = AgentRunner(self.agents, self.lockstep is not None, self.opponents)
+            runner = AgentRunner(self.agents, self.lockstep is not None, self.opponents, notes)
             trajectory = await runner.run(*one, partial(self.make_chat, request), limits)
         elif limits.subagents.max_depth:
-            make_chat, serial = partial(self.make_chat, request), self.lockstep is not None
-            trajectory = await SubAgents(request.task, request.key.sample, make_chat, limits, serial).run(environment)
+            # agents that share files or notes run one after another, so that the order does not depend on timing
+            shares = notes is not None or self.world.episodes_at_once is not None
+            serial = self.lockstep is not None or shares
+            agents = SubAgents(*one[:2], partial(self.make_chat, request), limits, serial)
+            trajectory = await agents.run(played)
         else:
             session = self.make_chat(request)
             if number:
                 assert isinstance(session, EngineChatSession)
                 session = replace(session, recorded=recorded, seed=seed_for(session.seed, "branch", number))
             trajectory = await run_unscored(*one, session, limits)
+        if notes is not None:
+            trajectory = replace(trajectory, notes=notes.written)
         if self.scores:
             begin = time.perf_counter()
             found = await self.scoring.scored(self.world, environment, request.task, trajectory)
             return add_seconds(found, waiting=time.perf_counter() - begin)
         check_scored_elsewhere(self.world.rewards, environment.rewards, environment)
         return trajectory
+
+
+def notes_of(settings: NotesConfig, earlier: Mapping[str, str]) -> Notes | None:
+    """Return the notes of an episode, or None if it has none."""
+    if settings.scope == "none":
+        return None
+    return Notes(earlier if settings.scope == "task" else {}, settings.max_notes, settings.max_chars)
 
 
 @dataclass(frozen=True, slots=True)

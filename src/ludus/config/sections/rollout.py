@@ -234,6 +234,19 @@ class SubagentsConfig(Section):
     """System message of sub-agents; empty: that of the task."""
 
 
+class NotesConfig(Section):
+    """Notes: the tools `note_write`, `note_read` and `note_search`."""
+
+    scope: Literal["none", "episode", "task"] = "none"
+    """`episode`: notes are lost at its end. `task`: training episodes start with the notes that episodes of the same
+    task wrote in earlier steps; for training.mode sync. Episodes of evaluations start without notes."""
+    max_notes: int = Field(32, ge=1)
+    """Maximum number of notes; with scope `task`, the oldest are dropped after a step, in an episode a new one is a
+    tool error."""
+    max_chars: int = Field(2000, ge=1)
+    """Maximum characters of a note."""
+
+
 class SamplingSection(Section):
     """Sampling parameters."""
 
@@ -254,6 +267,7 @@ class DialoguesSection(SamplingSection):
     context: ContextConfig = ContextConfig()
     opponents: OpponentsConfig = OpponentsConfig()
     subagents: SubagentsConfig = SubagentsConfig()
+    notes: NotesConfig = NotesConfig()
 
 
 class RolloutConfig(DialoguesSection):

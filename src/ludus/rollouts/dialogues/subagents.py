@@ -18,7 +18,7 @@ from ludus.engines.base import seed_for
 from ludus.envs.base import Environment
 from ludus.envs.tool_env import ExtraToolsEnv, ToolEnv, ToolLimits
 from ludus.rewards.code.turns import turn_of_call
-from ludus.rollouts.context import ManagedChatSession
+from ludus.rollouts.dialogues.context import ManagedChatSession
 from ludus.rollouts.episode import ChatSession, EngineChatSession, run_unscored
 from ludus.sandbox.local.namespaces import paused_in_queue
 from ludus.tools.base import Tool, ToolError, Traits, tool
