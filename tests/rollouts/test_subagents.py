@@ -45,7 +45,7 @@ def limits_of(max_depth=1, **settings):
 def play(engine, limits=None, world=None, serial=False, make=make_chat):
     world = world or RecordingWorld()
     environment = world.environment(TASK)
-    runs = SubAgents(TASK, 0, lambda: make(engine), limits or limits_of(), serial).run(environment)
+    runs = SubAgents(TASK, 0, lambda: make(engine), limits or limits_of(), serial=serial).run(environment)
     return scored(environment.rewards, TASK, asyncio.run(runs))
 
 

@@ -109,11 +109,14 @@ def test_only_scope_task_starts_with_earlier_notes():
 
 def test_sub_agents_share_the_notes_of_their_rollout():
     def script(request, turn):
-        lines = [WRITE, "done"] if "~" in request.episode else [call("delegate", task="x"), "Paris"]
-        return lines[turn]
+        reading = [call("delegate", task="x"), call("note_read", title="city"), "Paris"]
+        return ([WRITE, "done"] if "~" in request.episode else reading)[turn]
 
-    for one in roll_out(script, "episode", subagents=SubagentsConfig(max_depth=1)):
-        assert (one.notes, one.reward, len(one.rows)) == ({"city": "Paris"}, 1.0, 2)
+    for depth, exclusive in ((1, False), (1, True), (2, False)):
+        subagents = SubagentsConfig(max_depth=depth, exclusive=exclusive)
+        for one in roll_out(script, "episode", subagents=subagents):
+            assert (one.notes, one.reward, len(one.rows)) == ({"city": "Paris"}, 1.0, 2)
+            assert one.outcomes[1].output == "Paris"
 
 
 def episode(step, sample, notes, greedy=False):

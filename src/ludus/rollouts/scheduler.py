@@ -299,25 +299,24 @@ class Scheduler:
         if self.agents is not None and self.rollout.agent.is_set:
             environment = ExternalAgent(environment, self.rollout.agent, self.agents.offers)
         notes = notes_of(limits.notes, request.notes)
-        played = environment
-        if notes is not None and not environment.implements("drive"):
-            played = ExtraToolsEnv(environment, notes_tools(notes), ToolLimits.of(limits))
-        one = (request.task, request.key.sample, played)
+        shared = () if notes is None else notes_tools(notes)
+        one = (request.task, request.key.sample)
         if environment.implements("drive"):
             runner = AgentRunner(self.agents, self.lockstep is not None, self.opponents, notes)
-            trajectory = await runner.run(*one, partial(self.make_chat, request), limits)
+            trajectory = await runner.run(*one, environment, partial(self.make_chat, request), limits)
         elif limits.subagents.max_depth:
             # agents that share files or notes run one after another, so that the order does not depend on timing
             shares = notes is not None or self.world.episodes_at_once is not None
             serial = self.lockstep is not None or shares
-            agents = SubAgents(*one[:2], partial(self.make_chat, request), limits, serial)
-            trajectory = await agents.run(played)
+            agents = SubAgents(*one, partial(self.make_chat, request), limits, shared, serial)
+            trajectory = await agents.run(environment)
         else:
             session = self.make_chat(request)
             if number:
                 assert isinstance(session, EngineChatSession)
                 session = replace(session, recorded=recorded, seed=seed_for(session.seed, "branch", number))
-            trajectory = await run_unscored(*one, session, limits)
+            played = ExtraToolsEnv(environment, shared, ToolLimits.of(limits)) if shared else environment
+            trajectory = await run_unscored(*one, played, session, limits)
         if notes is not None:
             trajectory = replace(trajectory, notes=notes.written)
         if self.scores:

@@ -32,14 +32,15 @@ DELEGATE = "delegate"
 class SubAgents:
     """The sub-agents of one episode of a task. `make_chat` returns dialogues of one seed and name.
 
-    With `serial`, the sub-agents of an agent run one after another, for engines that batch the requests of all
-    episodes; otherwise those of one turn run concurrently.
+    All agents have the tools `shared`. With `serial`, the sub-agents of an agent run one after another, for engines
+    that batch the requests of all episodes; otherwise those of one turn run concurrently.
     """
 
     task: Task
     sample: int
     make_chat: Callable[[], ChatSession]
     limits: RolloutConfig
+    shared: Sequence[Tool] = ()
     serial: bool = False
     _ended: dict[tuple[int, ...], Trajectory] = field(init=False, default_factory=dict)
 
@@ -81,7 +82,7 @@ class SubAgents:
                     return await self._answer((*place, number), task, tools)
 
         own = tool(name=DELEGATE, traits=Traits(latency="slow"))(delegate)
-        return ExtraToolsEnv(inner, [own], ToolLimits.of(self.limits), hidden)
+        return ExtraToolsEnv(inner, [own, *self.shared], ToolLimits.of(self.limits), hidden)
 
     async def _answer(self, place: tuple[int, ...], text: str, tools: Sequence[Tool]) -> str:
         """Run a sub-agent and return its answer. Raises ToolError if it ends without one."""
@@ -90,9 +91,10 @@ class SubAgents:
         if settings.prompt:
             system = [Message(role="system", content=settings.prompt)]
         task = replace(self.task, prompt=(*system, Message(role="user", content=text)), truth=None)
-        environment: Environment = ToolEnv(tools, (), ToolLimits.of(self.limits))
+        tool_limits = ToolLimits.of(self.limits)
+        environment: Environment = ToolEnv([*tools, *self.shared], (), tool_limits)
         if len(place) < settings.max_depth:
-            environment = self._delegating(environment, tools, place)
+            environment = self._delegating(ToolEnv(tools, (), tool_limits), tools, place)
         limits = self.limits.model_copy(update={"max_turns": settings.max_turns, "episode_timeout_s": None})
         chat = _named(self.make_chat(), place)
         ended = self._ended[place] = await run_unscored(task, self.sample, environment, chat, limits)

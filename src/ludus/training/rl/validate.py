@@ -339,8 +339,6 @@ def check_notes(config: Config, world: World) -> None:
 def check_subagent_tools(config: Config, world: World) -> None:
     """Raise ConfigError if no world has a tool of `rollout.subagents.tools`, or one has a tool `delegate`."""
     offered = world_tools(config, world)
-    if config.rollout.notes.scope != "none":
-        offered += [tool.name for tool in notes_tools(Notes())]
     if DELEGATE in offered:
         raise ConfigError(f"The world {world.name!r} has a tool {DELEGATE!r}.", "Unset rollout.subagents.")
     if unknown := [name for name in config.rollout.subagents.tools if name not in offered]:
