@@ -353,7 +353,8 @@ class Trajectory:
     With `shared_reward` all rows belong to one attempt, as recorded from an agent that rewrites its context or has
     sub-agents: the rollout is one member of its group whatever its number of rows. Otherwise each row of a tree is an
     attempt. In a rollout of several agents, `agent_rewards` holds the reward of each by its name
-    (`Segment.agent`), and the rows of an agent are one attempt.
+    (`Segment.agent`), and the rows of an agent are one attempt. `notes` are the texts that its tools wrote, by title
+    (`ludus.tools.notes`).
     """
 
     task_id: str
@@ -373,6 +374,7 @@ class Trajectory:
     turn_progress: tuple[float, ...] = ()
     shared_reward: bool = False
     agent_rewards: Mapping[str, float] = field(default_factory=dict)
+    notes: Mapping[str, str] = field(default_factory=dict)
     timings: Timings = field(default=Timings(), compare=False)
 
     def __repr__(self) -> str:

@@ -9,14 +9,24 @@ from ludus.config.schema import Config
 from ludus.config.sections.rollout import ContextConfig, RolloutConfig
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
-from ludus.rollouts.context import DROPPED, SUMMARY, ManagedChatSession, drop_outputs, last_turns
+from ludus.rollouts.dialogues.context import DROPPED, SUMMARY, ManagedChatSession, drop_outputs, last_turns
 from ludus.rollouts.episode import run_episode
 from ludus.rollouts.ledger import RolloutKey
 from ludus.rollouts.scheduler import Episode
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.rl.validate import check_agents
 from ludus.types import Message, StopReason
-from small_worlds import RecordingWorld, call, in_order, make_chat, make_task, scripted, tokenizer
+from small_worlds import (
+    RecordingWorld,
+    call,
+    in_order,
+    make_chat,
+    make_requests,
+    make_scheduler,
+    make_task,
+    scripted,
+    tokenizer,
+)
 
 SEARCH = call("echo", text="The capital of a large country in the middle of Europe is Paris.")
 LIMITS = RolloutConfig(max_turns=8)
@@ -61,6 +71,17 @@ def test_summary_and_next_action_have_the_same_turn():
     actions = [segment for segment in found.segments if segment.kind == "action"]
     assert [segment.turn for segment in actions] == [0, 1, 2, 2]
     assert [segment.parent for segment in found.segments if segment.kind == "prompt"] == [None, -1]
+
+
+def test_rewritten_dialogues_advance_in_lockstep():
+    def script(request, turn):
+        return "Paris" if "~" in request.episode else [SEARCH, SEARCH, "summary"][turn]
+
+    scheduler = make_scheduler(scripted(script), RecordingWorld(), lockstep=True)
+    make, budget = scheduler.make_chat, ContextConfig(max_tokens=size(1) + 10)
+    scheduler.make_chat = lambda request: ManagedChatSession(make(request), budget)
+    for one in asyncio.run(scheduler.run(make_requests(3))):
+        assert (one.trajectory.stop_reason, len(one.trajectory.rows)) == (StopReason.ANSWERED, 2)
 
 
 def test_summary_is_not_trained_if_switched_off():

@@ -17,7 +17,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cache, partial
 from importlib import resources
-from pathlib import Path
 from statistics import fmean, median
 from threading import Thread
 from typing import Final, Literal
@@ -25,7 +24,6 @@ from urllib.request import Request, urlopen
 
 from ludus.config.schema import AlarmAction
 from ludus.diagnostics.history import COLLAPSE, SUCCESS, History, MetricsHistory, Row, first_mean, last_values
-from ludus.rollouts.rollout_files import replaced_file
 from ludus.types import StopReason, ToolStatus
 
 Check = Callable[..., str]
@@ -120,17 +118,6 @@ def alarms_by_step(
             steps[raised.name].append(step)
             newest[raised.name] = raised
     return [(raised, steps[name]) for name, raised in newest.items()]
-
-
-def truncate_alarms(file: Path, step: int) -> None:
-    """Remove an incomplete last line and the alarms after `step`, which a resumed run raises again."""
-    if not file.is_file():
-        return
-    lines = file.read_text("utf-8").splitlines(keepends=True)
-    remaining = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
-    if remaining != lines:
-        with replaced_file(file) as new:
-            new.write("".join(remaining).encode())
 
 
 def send_alarm(url: str, run: str, step: int, raised: Alarm) -> Thread:

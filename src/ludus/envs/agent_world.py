@@ -21,6 +21,7 @@ from ludus.envs.tool_world import split_of
 from ludus.errors import UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
+from ludus.tools.notes import Notes
 from ludus.types import POLICY, Action, Message, StepResult, Task
 from ludus.untrusted.worker import run_in_thread
 
@@ -37,6 +38,11 @@ class Policy:
 
     session: PolicySession
     loop: asyncio.AbstractEventLoop
+
+    @property
+    def notes(self) -> Notes:
+        """The notes of the rollout."""
+        return self.session.notes
 
     def chat(self, messages: Sequence[Message], tools: Sequence[Tool] = (), agent: str = POLICY) -> Message:
         """Return an agent's next message, as `PolicySession.chat`."""

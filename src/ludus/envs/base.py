@@ -17,6 +17,7 @@ from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import TurnVerifier
 from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.base import Tool
+from ludus.tools.notes import Notes
 from ludus.types import POLICY, Action, DataClass, Message, StepResult, Task, ToolOutcome
 
 
@@ -51,6 +52,8 @@ class PolicySession(Protocol):
     """The remote client that runs the agent, if there is one."""
     agent_rewards: dict[str, float]
     """The reward of each agent by its name, set by an environment of several agents."""
+    notes: Notes
+    """The notes of the rollout, for `notes_tools`; with `rollout.notes.scope = "task"` also those of earlier steps."""
 
     @property
     def opponent(self) -> PolicySession | None:
@@ -115,6 +118,39 @@ class Environment(ABC):
         sandbox fails.
         """
         return None
+
+
+class WrappedEnvironment(Environment):
+    """Base of environments that change another one; everything else is forwarded to it."""
+
+    def __init__(self, inner: Environment) -> None:
+        self.inner = inner
+        self.tools, self.rewards = inner.tools, inner.rewards
+
+    def task_of(self, task: Task) -> Task:
+        """Return the task that the other environment receives."""
+        return task
+
+    async def start(self, task: Task) -> list[Message]:
+        return await self.inner.start(self.task_of(task))
+
+    async def step(self, action: Action) -> StepResult:
+        return await self.inner.step(action)
+
+    async def drive(self, task: Task, policy: PolicySession) -> None:
+        await self.inner.drive(self.task_of(task), policy)
+
+    async def close(self) -> None:
+        await self.inner.close()
+
+    def implements(self, method: str) -> bool:
+        return defines(self, WrappedEnvironment, method) or self.inner.implements(method)
+
+    def state_key(self) -> str:
+        return self.inner.state_key()
+
+    async def grade_again(self) -> ToolOutcome | None:
+        return await self.inner.grade_again()
 
 
 class World(ABC):

@@ -16,13 +16,13 @@ from itertools import count, islice
 
 from ludus.config.schema import Config
 from ludus.config.sections.rollout import BUDGETS, MIXTURE, MemberConfig, RolloutConfig
-from ludus.envs.base import Demonstration, Environment, World, permutation
+from ludus.envs.base import Demonstration, Environment, World, WrappedEnvironment, permutation
 from ludus.envs.tool_world import check_split
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import Progress, TurnVerifier
 from ludus.sandbox.base import Sandbox
-from ludus.types import WORLD_TAG, Action, Message, StepResult, Task, ToolOutcome, Trajectory
+from ludus.types import WORLD_TAG, Message, Task, Trajectory
 
 _SLACK = 1e-9  # tolerance for equality of sums of shares
 
@@ -201,32 +201,16 @@ def bounded(rollout: RolloutConfig, member: MemberConfig) -> RolloutConfig:
     return rollout.model_copy(update=own)
 
 
-class MemberEnvironment(Environment):
+class MemberEnvironment(WrappedEnvironment):
     """Episode in a world of a mixture; the world receives its own task."""
 
     def __init__(self, environment: Environment, task: Task, rewards: Sequence[Reward]) -> None:
-        self.tools = environment.tools
+        super().__init__(environment)
         self.rewards = rewards
-        self._environment = environment
         self._task = task
 
-    async def start(self, task: Task) -> list[Message]:
-        return await self._environment.start(self._task)
-
-    async def step(self, action: Action) -> StepResult:
-        return await self._environment.step(action)
-
-    async def close(self) -> None:
-        await self._environment.close()
-
-    def implements(self, method: str) -> bool:
-        return self._environment.implements(method)
-
-    def state_key(self) -> str:
-        return self._environment.state_key()
-
-    async def grade_again(self) -> ToolOutcome | None:
-        return await self._environment.grade_again()
+    def task_of(self, task: Task) -> Task:
+        return self._task
 
 
 @dataclass(frozen=True)

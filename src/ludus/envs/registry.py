@@ -57,7 +57,7 @@ def build_world(env: EnvConfig, rollout: RolloutConfig, sandbox: SandboxConfig |
 
 
 def _one_world(name: str, settings: Mapping[str, object], rollout: RolloutConfig) -> World:
-    limits = ToolLimits(timeout_s=rollout.tool_timeout_s, max_output=rollout.max_tool_output)
+    limits = ToolLimits.of(rollout)
     file = Path(name.partition(":")[0]) if is_file_reference(name) else None
     path = f"{name}:make_world" if name.endswith(".py") else name
     if name == "agent":

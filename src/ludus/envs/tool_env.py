@@ -16,13 +16,14 @@ from __future__ import annotations
 import asyncio
 import inspect
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Protocol, TypeVar
 
-from ludus.envs.base import Environment
+from ludus.config.sections.rollout import RolloutConfig
+from ludus.envs.base import Environment, WrappedEnvironment
 from ludus.errors import EngineError, ToolFault, UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.tools.base import TIMEOUT_FACTORS, ArgumentError, Tool, ToolError, call_timeout
@@ -76,16 +77,45 @@ class ToolEnv(Environment):
         outcomes = await self._executor.run(action)
         if any(o.tool in self._ending and o.status is ToolStatus.OK for o in outcomes):
             return StepResult(done=True, outcomes=outcomes)
-        messages = (
-            Message(role="tool", content=one.output, tool_call_id=one.call_id, name=one.tool or "error")
-            for one in outcomes
-        )
-        return StepResult(messages=tuple(messages), outcomes=outcomes)
+        return StepResult(messages=tuple(map(tool_message, outcomes)), outcomes=outcomes)
 
     async def close(self) -> None:
         """Close the resources."""
         for resource in self._resources:
             await resource.close()
+
+
+class ExtraToolsEnv(WrappedEnvironment):
+    """An environment with more tools, whose calls it does not receive. The tools with the names `hidden` are removed.
+
+    The additional calls of a turn run before the others.
+    """
+
+    def __init__(
+        self, inner: Environment, extra: Sequence[Tool], limits: ToolLimits, hidden: Collection[str] = ()
+    ) -> None:
+        super().__init__(inner)
+        self.tools = (*(one for one in inner.tools if one.name not in hidden), *extra)
+        self._executor = ToolExecutor(extra, limits)
+        self._own = {*hidden, *(one.name for one in extra)}
+
+    async def step(self, action: Action) -> StepResult:
+        """Run the additional calls, and forward the others; tool messages are in the order of the calls."""
+        calls = tuple(call for call in action.calls if call.name in self._own)
+        rest = replace(action, calls=tuple(call for call in action.calls if call.name not in self._own))
+        if not calls:
+            return await self.inner.step(action)
+        outcomes = await self._executor.run(replace(action, calls=calls, errors=()))
+        result = StepResult()
+        if rest.calls or rest.errors:
+            result = await self.inner.step(rest)
+        order = {call.id: place for place, call in enumerate(action.calls)}
+        all_outcomes = sorted((*outcomes, *result.outcomes), key=lambda one: order.get(one.call_id, len(order)))
+        messages = sorted(
+            (*map(tool_message, outcomes), *result.messages),
+            key=lambda one: order.get(one.get("tool_call_id", ""), len(order)),
+        )
+        return replace(result, messages=tuple(messages), outcomes=tuple(all_outcomes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +127,11 @@ class ToolLimits:
 
     timeout_s: float = 20.0
     max_output: int = 2000
+
+    @classmethod
+    def of(cls, rollout: RolloutConfig) -> ToolLimits:
+        """Return the limits of a run."""
+        return cls(rollout.tool_timeout_s, rollout.max_tool_output)
 
     def deadline_s(self, tool: Tool) -> float:
         """Return the timeout of a call: the tool's, or else `timeout_s` scaled by its latency class."""
@@ -194,6 +229,12 @@ class ToolExecutor:
         note = f"\n... {len(text) - bound} characters left out ...\n"
         head = bound * 2 // 3
         return text[:head] + note + text[len(text) - (bound - head) :], True
+
+
+def tool_message(outcome: ToolOutcome) -> Message:
+    """Return the message that shows an outcome to the model."""
+    name = outcome.tool or "error"
+    return Message(role="tool", content=outcome.output, tool_call_id=outcome.call_id, name=name)
 
 
 def as_text(output: object) -> str:

@@ -21,14 +21,15 @@ from urllib.parse import urlsplit
 
 from ludus.config.environment import child_environment
 from ludus.config.sections.rollout import AgentConfig, RolloutConfig
-from ludus.envs.base import Environment, PolicySession
+from ludus.envs.base import Environment, PolicySession, WrappedEnvironment
 from ludus.envs.tool_env import describe_error
 from ludus.errors import EngineError, WorldError
 from ludus.plugins import plugin_line
 from ludus.rollouts.agent_session import AgentSession
 from ludus.rollouts.episode import ChatSession, is_being_cancelled, world_errors
 from ludus.sandbox.local.namespaces import PausableTimeout
-from ludus.types import Action, Message, Segment, StepResult, StopReason, Task, Timings, Trajectory
+from ludus.tools.notes import Notes
+from ludus.types import Message, Segment, StopReason, Task, Timings, Trajectory
 from ludus.untrusted.worker import close_pipes
 
 log = logging.getLogger(__name__)
@@ -111,23 +112,17 @@ class TaskOffer:
         return {"task": task, "base_url": base_url, "api_key": self.address[1]}
 
 
-class ExternalAgent(Environment):
+class ExternalAgent(WrappedEnvironment):
     """An episode that an external agent runs, with the prompt and the rewards of the world's environment."""
 
     def __init__(self, inner: Environment, settings: AgentConfig, offers: SimpleQueue[TaskOffer]) -> None:
-        self._inner, self._settings, self._offers = inner, settings, offers
-        self.tools, self.rewards = inner.tools, inner.rewards
+        super().__init__(inner)
+        self._settings, self._offers = settings, offers
         self._reported = 0.0
-
-    async def start(self, task: Task) -> list[Message]:
-        return await self._inner.start(task)
-
-    async def step(self, action: Action) -> StepResult:
-        return await self._inner.step(action)
 
     async def drive(self, task: Task, policy: PolicySession) -> None:
         """Run the agent to its end. Raises AgentError if it fails, WorldError if it does not start or is silent."""
-        messages = await self._inner.start(task)
+        messages = await self.inner.start(task)
         if self._settings.command:
             result = await run_program(self._settings, task, messages, policy.address)
         else:
@@ -141,11 +136,8 @@ class ExternalAgent(Environment):
         value = policy.reward if result.reward is None else result.reward
         if value is not None:
             self._reported = value
-            own = (replace(part, function=self._report) if part.outcome else part for part in self._inner.rewards)
+            own = (replace(part, function=self._report) if part.outcome else part for part in self.inner.rewards)
             self.rewards = tuple(own)
-
-    async def close(self) -> None:
-        await self._inner.close()
 
     def _report(self, task: Task, trajectory: Trajectory) -> float:
         """Return the reported reward. A method, so that it is read in this process."""
@@ -234,11 +226,12 @@ OPPONENT_VERSION: Final = "opponent_version"
 
 @dataclass(frozen=True)
 class AgentRunner:
-    """Run episodes of agents. `server` is needed if they use a base URL; `serial` as in `AgentSession`."""
+    """Run episodes of agents. `server` is needed if they use a base URL; `serial` and `notes` as in `AgentSession`."""
 
     server: AgentServer | None = None
     serial: bool = False
     opponents: Opponents | None = None
+    notes: Notes | None = None
 
     async def run(
         self,
@@ -277,7 +270,7 @@ class AgentRunner:
     ) -> AsyncIterator[AgentSession]:
         past = self.opponents
         opponent = None if past is None else AgentSession(lambda: past.chat(make_chat), limits)
-        session = AgentSession(make_chat, limits, self.serial, opponent=opponent)
+        session = AgentSession(make_chat, limits, self.serial, opponent=opponent, notes=self.notes or Notes())
         if self.server is not None:
             session.address = await self.server.add(session)
         try:

@@ -29,6 +29,7 @@ from ludus.errors import EngineError, LudusError, RequestRejected, UserError
 from ludus.rollouts.episode import EPISODE_TIMEOUT, ChatSession, EngineChatSession, is_being_cancelled
 from ludus.rollouts.trees import join_rows
 from ludus.sandbox.local.namespaces import PausableTimeout
+from ludus.tools.notes import Notes
 from ludus.types import JSON, POLICY, Action, Guide, Message, SamplingParams, Segment, StopReason
 
 if TYPE_CHECKING:
@@ -144,6 +145,7 @@ class AgentSession:
     reward: float | None = field(init=False, default=None)
     agent_rewards: dict[str, float] = field(init=False, default_factory=dict)
     opponent: AgentSession | None = None
+    notes: Notes = field(default_factory=Notes)
     rewards_by_place: dict[tuple[int, int], float] = field(init=False, default_factory=dict)
     """Rewards that a client reported for single turns, by `PendingTurn.place`."""
     answer: str | None = field(init=False, default=None)

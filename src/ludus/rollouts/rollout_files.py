@@ -10,7 +10,7 @@ A line is one object (`zcat step-000012.jsonl.gz | head -1 | jq .`), keys sorted
     advantage   the trajectory's advantage, or null
     trajectory  task_id, sample, stop_reason, reward, rewards (by part), turn_rewards, leaf_rewards, shared_reward,
                 agent_rewards, leaves (of a tree: messages, stop_reason, outcomes, rewards of each), anchors, tags,
-                failure
+                notes, failure
                 messages   the chat in the OpenAI format, including the prompt
                 outcomes   tool calls: call_id, tool, status, output, truncated, cost, retried
                 segments   kind, tokens, turn, parent, agent, logprobs, versions, finish_reason
@@ -50,6 +50,7 @@ _DEFAULTS_OF_OLD_FILES: Mapping[str, object] = {
     "retried": False,
     "shared_reward": False,
     "agent_rewards": {},
+    "notes": {},
 }
 """Fields missing in older files, with their defaults."""
 
@@ -161,6 +162,17 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
             f"{path} could not be written: {error.strerror or error}.",
             "Free some space or choose another run folder; the previous file is unchanged.",
         ) from error
+
+
+def truncate_lines(file: Path, step: int) -> None:
+    """Remove from JSON lines an incomplete last line and those after `step`, which a resumed run writes again."""
+    if not file.is_file():
+        return
+    lines = file.read_text("utf-8").splitlines(keepends=True)
+    remaining = [line for line in lines if line.endswith("\n") and json.loads(line)["step"] <= step]
+    if remaining != lines:
+        with replaced_file(file) as new:
+            new.write("".join(remaining).encode())
 
 
 def rollout_line(record: RolloutRecord) -> str:

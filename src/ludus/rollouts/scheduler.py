@@ -9,19 +9,21 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ludus.chat.render import Renderer
-from ludus.config.sections.rollout import BranchConfig, RolloutConfig
+from ludus.config.sections.rollout import BranchConfig, NotesConfig, RolloutConfig
 from ludus.engines.base import ContinuesActions, Engine, Request, seed_for
 from ludus.envs.base import World
+from ludus.envs.tool_env import ExtraToolsEnv, ToolLimits
 from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
 from ludus.rollouts.agent_runs import AgentRunner, AgentServer, ExternalAgent, Opponents
-from ludus.rollouts.context import ManagedChatSession
+from ludus.rollouts.dialogues.context import ManagedChatSession
+from ludus.rollouts.dialogues.subagents import SubAgents
 from ludus.rollouts.episode import (
     ChatSession,
     EngineChatSession,
@@ -33,6 +35,7 @@ from ludus.rollouts.episode import (
 from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollouts.reward_executor import RewardExecutor, ThreadRewardExecutor, add_seconds
 from ludus.rollouts.trees import run_tree
+from ludus.tools.notes import Notes, notes_tools
 from ludus.types import Completion, Failure, SamplingParams, Segment, StopReason, Task, ToolStatus, Trajectory
 
 _Entry = tuple[Request, "asyncio.Future[Completion]"]
@@ -69,11 +72,16 @@ class LockstepEngine:
         self._start_round_if_complete()
 
     async def generate(self, request: Request) -> Completion:
-        """Wait for the round and return the result. Raises ValueError for an episode that has not joined."""
-        if request.episode not in self._joined:
+        """Wait for the round and return the result. Raises ValueError for an episode that has not joined.
+
+        A dialogue `EPISODE~NAME` is part of its episode, which has one request at a time.
+        """
+        folder, _, name = request.episode.rpartition("/")
+        episode = "/".join(filter(None, [folder, name.partition("~")[0]]))
+        if episode not in self._joined:
             raise ValueError(f"episode {request.episode} has not joined")
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
-        self._waiting[request.episode] = (request, future)
+        self._waiting[episode] = (request, future)
         self._start_round_if_complete()
         return await future
 
@@ -109,11 +117,12 @@ class LockstepEngine:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """Request for one episode; a greedy one has temperature 0."""
+    """Request for one episode; a greedy one has temperature 0. `notes` are those of earlier episodes of its task."""
 
     key: RolloutKey
     task: Task
     greedy: bool = False
+    notes: Mapping[str, str] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -289,22 +298,40 @@ class Scheduler:
         limits = self.limits_of(request.task) if self.limits_of else rollout_for(self.world, self.rollout, request.task)
         if self.agents is not None and self.rollout.agent.is_set:
             environment = ExternalAgent(environment, self.rollout.agent, self.agents.offers)
-        one = (request.task, request.key.sample, environment)
+        notes = notes_of(limits.notes, request.notes)
+        shared = () if notes is None else notes_tools(notes)
+        one = (request.task, request.key.sample)
         if environment.implements("drive"):
-            runner = AgentRunner(self.agents, self.lockstep is not None, self.opponents)
-            trajectory = await runner.run(*one, partial(self.make_chat, request), limits)
+            runner = AgentRunner(self.agents, self.lockstep is not None, self.opponents, notes)
+            trajectory = await runner.run(*one, environment, partial(self.make_chat, request), limits)
+        elif limits.subagents.max_depth:
+            # agents that share files or notes run one after another, so that the order does not depend on timing
+            shares = notes is not None or self.world.episodes_at_once is not None
+            serial = self.lockstep is not None or shares
+            agents = SubAgents(*one, partial(self.make_chat, request), limits, shared, serial)
+            trajectory = await agents.run(environment)
         else:
             session = self.make_chat(request)
             if number:
                 assert isinstance(session, EngineChatSession)
                 session = replace(session, recorded=recorded, seed=seed_for(session.seed, "branch", number))
-            trajectory = await run_unscored(*one, session, limits)
+            played = ExtraToolsEnv(environment, shared, ToolLimits.of(limits)) if shared else environment
+            trajectory = await run_unscored(*one, played, session, limits)
+        if notes is not None:
+            trajectory = replace(trajectory, notes=notes.written)
         if self.scores:
             begin = time.perf_counter()
             found = await self.scoring.scored(self.world, environment, request.task, trajectory)
             return add_seconds(found, waiting=time.perf_counter() - begin)
         check_scored_elsewhere(self.world.rewards, environment.rewards, environment)
         return trajectory
+
+
+def notes_of(settings: NotesConfig, earlier: Mapping[str, str]) -> Notes | None:
+    """Return the notes of an episode, or None if it has none."""
+    if settings.scope == "none":
+        return None
+    return Notes(earlier if settings.scope == "task" else {}, settings.max_notes, settings.max_chars)
 
 
 @dataclass(frozen=True, slots=True)

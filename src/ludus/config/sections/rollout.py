@@ -214,6 +214,39 @@ class OpponentsConfig(Section):
     """`win_rate` prefers versions against which the policy has a low reward."""
 
 
+class SubagentsConfig(Section):
+    """Sub-agents: the tool `delegate` runs the policy on a subtask, in a separate dialogue of the same rollout.
+
+    For environments with `start` and `step`. All dialogues of a rollout share its reward.
+    """
+
+    max_depth: int = Field(0, ge=0, le=4)
+    """Levels of sub-agents: with 1 the policy may delegate, with 2 its sub-agents too; 0: nobody may."""
+    max_per_agent: int = Field(4, ge=1)
+    """Subtasks that an agent may delegate in an episode; more are tool errors."""
+    max_turns: int = Field(4, ge=1)
+    """Assistant turns per sub-agent. A sub-agent that ends without an answer is a tool error."""
+    tools: list[str] = Field([])
+    """Names of the environment's tools that sub-agents have; empty: all."""
+    exclusive: bool = False
+    """Whether the policy itself lacks these tools, so that it plans and sub-agents work."""
+    prompt: str = ""
+    """System message of sub-agents; empty: that of the task."""
+
+
+class NotesConfig(Section):
+    """Notes: the tools `note_write`, `note_read` and `note_search`."""
+
+    scope: Literal["none", "episode", "task"] = "none"
+    """`episode`: notes are lost at its end. `task`: training episodes start with the notes that episodes of the same
+    task wrote in earlier steps; for training.mode sync. Episodes of evaluations start without notes."""
+    max_notes: int = Field(32, ge=1)
+    """Maximum number of notes; with scope `task`, the oldest are dropped after a step, in an episode a new one is a
+    tool error."""
+    max_chars: int = Field(2000, ge=1)
+    """Maximum characters of a note."""
+
+
 class SamplingSection(Section):
     """Sampling parameters."""
 
@@ -227,7 +260,17 @@ class SamplingSection(Section):
     """Sample from tokens with at least this fraction of the highest probability; 0 disables it."""
 
 
-class RolloutConfig(SamplingSection):
+class DialoguesSection(SamplingSection):
+    """Episodes of several dialogues."""
+
+    agent: AgentConfig = AgentConfig()
+    context: ContextConfig = ContextConfig()
+    opponents: OpponentsConfig = OpponentsConfig()
+    subagents: SubagentsConfig = SubagentsConfig()
+    notes: NotesConfig = NotesConfig()
+
+
+class RolloutConfig(DialoguesSection):
     """Sampling and limits of episodes."""
 
     guided_tools: bool = False
@@ -266,9 +309,6 @@ class RolloutConfig(SamplingSection):
     Asynchronous runs have no fixed order."""
     partial: PartialConfig = PartialConfig()
     branch: BranchConfig = BranchConfig()
-    agent: AgentConfig = AgentConfig()
-    context: ContextConfig = ContextConfig()
-    opponents: OpponentsConfig = OpponentsConfig()
 
 
 class EngineConfig(Section):

@@ -32,6 +32,7 @@ from ludus.training.collection.filters import (
 )
 from ludus.training.collection.opponents import OpponentPool, updated_results
 from ludus.training.collection.reward_mixing import RewardMixer, add_extra_parts
+from ludus.training.collection.task_notes import TaskNotes
 from ludus.training.credit.advantages import TrainingSample, assign_credit, is_expert, recompute_samples, with_estimates
 from ludus.training.run.session import TrainingSession, session_scheduler
 from ludus.types import Task
@@ -80,6 +81,7 @@ class RolloutCollector:
     demonstrations: Demonstrations | None = None
     remote: RemoteSampler | None = None
     opponents: OpponentPool | None = None
+    notes: TaskNotes | None = None
     partial: PartialRollouts | None = field(default=None, init=False)
     """Unfinished episodes, if a step has a budget."""
     skipped: int = field(default=0, init=False)
@@ -127,7 +129,7 @@ class RolloutCollector:
         """Roll out groups until enough are trainable or all resampling rounds are used."""
         num_tasks = self.session.config.training.prompts_per_step
         rounds = self.algorithm.max_resample_rounds + 1
-        samples: list[TrainingSample] = []
+        samples, rolled_out = list[TrainingSample](), list[Episode]()
         self.skipped, first_group = 0, 0
         if self.partial is not None:
             self.partial.begin_step(step, last=step == self.session.config.training.steps)
@@ -142,6 +144,7 @@ class RolloutCollector:
                 tasks = order.take(((step - 1) * rounds + number) * num_tasks, wanted)
                 tasks = self._replace_trained(step, tasks, order)
             groups = await self.roll_out(step, tasks)
+            rolled_out += chain(*groups)
             if self.opponents is not None:
                 results = updated_results(self.algorithm_state.opponents, chain(*groups))
                 self.algorithm_state = replace(self.algorithm_state, opponents=results)
@@ -152,6 +155,8 @@ class RolloutCollector:
                 break
         else:
             self._warn_short_batch(step, num_training_groups(samples), num_tasks)
+        if self.notes is not None:
+            self.notes.add(step, rolled_out)
         return self.apply_batch_filters(self.normalize_batch(samples))
 
     def _replace_trained(self, step: int, tasks: Sequence[Task], order: TaskSequence) -> Sequence[Task]:
@@ -214,9 +219,9 @@ class RolloutCollector:
     def requests(self, step: int, task: Task, spare: int = 0) -> list[RolloutRequest]:
         """Return the rollout requests of a group with `spare` extra ones; a greedy one is last."""
         members = self.algorithm.group_size + spare
-        return [
-            RolloutRequest(RolloutKey(step, task.id, i), task, i >= members) for i in range(self.group_size + spare)
-        ]
+        notes = {} if self.notes is None else self.notes.of(task.id)
+        keys = [RolloutKey(step, task.id, i) for i in range(self.group_size + spare)]
+        return [RolloutRequest(key, task, key.sample >= members, notes) for key in keys]
 
     def _make_scheduler(self, rollout: RolloutConfig, plan: SamplingPlan, ledger: Ledger) -> Scheduler:
         """Return a scheduler in this process or on remote workers, which do not run in lockstep."""

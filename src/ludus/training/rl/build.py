@@ -18,14 +18,13 @@ from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.kl import KlControl, control_of
 from ludus.algorithms.spec.resolve import algorithm_of, minibatches_of
 from ludus.config.schema import Config
-from ludus.diagnostics.alarms import truncate_alarms
 from ludus.diagnostics.history import MetricsHistory
 from ludus.diagnostics.trackers import Tracker, make_tracker, read_metrics
 from ludus.engines.models.fingerprint import fingerprint_adapted
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.errors import ConfigError, UserError
 from ludus.rollouts.ledger import Ledger
-from ludus.rollouts.rollout_files import token_values_path
+from ludus.rollouts.rollout_files import token_values_path, truncate_lines
 from ludus.training.batches.chunked_lm_head import Entropy, HiddenStates, TokenScores
 from ludus.training.collection.demonstrations import make_demonstrations
 from ludus.training.collection.filters import AlgorithmState
@@ -33,6 +32,7 @@ from ludus.training.collection.opponents import OpponentPool
 from ludus.training.collection.prompt_stream import STREAM_FILE, WAITING_FILE, PromptStream, StreamState
 from ludus.training.collection.reward_mixing import make_reward_mixer
 from ludus.training.collection.rollout_collector import RemoteSampler, RolloutCollector
+from ludus.training.collection.task_notes import NOTES_FILE, TaskNotes
 from ludus.training.datasets.token_limits import rollout_warnings
 from ludus.training.distributed.collectives import Collectives, broadcast_weights
 from ludus.training.distributed.launcher import launch_ranks
@@ -180,7 +180,7 @@ def build_trainer(
     max_age, entropy = config.staleness.max_staleness if masks else None, state.initial_entropy
     changed = Adjustments() if stored is None else stored.adjustments
     step = TrainStep(session, parts.learner, control, ledger, parts.value_model, max_age, warmup, entropy, changed)
-    extra = reward_mixer, demonstrations, remote, make_opponents(session, folder)
+    extra = reward_mixer, demonstrations, remote, make_opponents(session, folder), make_notes(config, folder, done)
     collector = RolloutCollector(session, engine, algorithm, reporter, ledger, state, *extra)
     trainer = SyncTrainer(
         session=session,
@@ -202,6 +202,12 @@ def make_opponents(session: TrainingSession, folder: RunFolder) -> OpponentPool 
     if not settings.every:
         return None
     return OpponentPool(folder.opponents, session.model, make_engine(session), settings, seed)
+
+
+def make_notes(config: Config, folder: RunFolder, done: int) -> TaskNotes | None:
+    """Return the notes of the steps up to `done` if they persist over episodes."""
+    settings = config.rollout.notes
+    return TaskNotes.load(folder.path / NOTES_FILE, settings.max_notes, done) if settings.scope == "task" else None
 
 
 @dataclass(frozen=True)
@@ -279,7 +285,7 @@ def probe_tokens(session: TrainingSession) -> tuple[int, ...]:
 
 def remove_later_steps(folder: RunFolder, done: int) -> None:
     """Remove rollouts, token values, evaluations, alarms and opponents of steps after `done`."""
-    truncate_alarms(folder.alarms, done)
+    truncate_lines(folder.alarms, done)
     parents = (folder.rollouts, folder.evaluations, token_values_path(folder.path, 0).parent, folder.opponents)
     for path in [path for parent in parents for path in parent.glob("step-*")]:
         if int(path.name.split("-")[1].split(".")[0]) > done:

@@ -23,8 +23,10 @@ from ludus.errors import ConfigError, did_you_mean
 from ludus.evaluation.env_audit import AuditProgress, CheckPlan, reject_cheats
 from ludus.evaluation.evaluate import check_evaluation
 from ludus.rewards.registry import has_extra_rewards
+from ludus.rollouts.dialogues.subagents import DELEGATE
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.scheduler import sampling_params
+from ludus.tools.notes import Notes, notes_tools
 from ludus.training.collection.replay_buffer import check_sources
 from ludus.training.collection.reward_mixing import check_reward_settings, reward_warnings
 from ludus.training.collection.rollout_collector import max_waits_of
@@ -81,6 +83,7 @@ def check_settings(config: Config, world: World) -> None:
     check_plugins(config)
     check_alarms(config)
     check_agents(config, world)
+    check_notes(config, world)
     check_opponents(config, world)
     check_engine(config)
     check_evaluation(config, world)
@@ -283,25 +286,70 @@ def check_branch(config: Config) -> None:
 
 
 def check_agents(config: Config, world: World) -> None:
-    """Raise ConfigError for settings that do not apply to agents, or to dialogues that are rewritten."""
-    rollout, context = config.rollout, config.rollout.context
-    runs_agents = world.runs_agents or rollout.agent.is_set
-    if not (runs_agents or context.max_tokens):
+    """Raise ConfigError for settings that do not apply to agents, sub-agents, or dialogues that are rewritten."""
+    rollout, context, subagents = config.rollout, config.rollout.context, config.rollout.subagents
+    runs_agents, delegates = world.runs_agents or rollout.agent.is_set, subagents.max_depth > 0
+    if not (runs_agents or context.max_tokens or delegates):
         return
-    what = "episodes of agents" if runs_agents else "dialogues that are rewritten (rollout.context)"
+    what = "dialogues that are rewritten (rollout.context)"
+    if runs_agents or delegates:
+        what = "episodes of agents" if runs_agents else "episodes with sub-agents (rollout.subagents)"
+    rewrites = bool(context.max_tokens)
     unsupported = {
         "rollout.partial": rollout.partial.is_set,
         "rollout.branch": rollout.branch.branches > 0,
         "cluster.enabled": config.cluster.enabled and runs_agents,
-        "rollout.context": bool(context.max_tokens) and runs_agents,
+        "rollout.context": rewrites and runs_agents,
+        "rollout.subagents": delegates and runs_agents,
         "training.learner.replay_routing": config.training.learner.replay_routing,
-        f"env.rendering = '{config.env.rendering}'": bool(context.max_tokens) and config.env.rendering != "chat",
+        f"env.rendering = '{config.env.rendering}'": (rewrites or delegates) and config.env.rendering != "chat",
     }
     if found := [name for name, is_set in unsupported.items() if is_set]:
         raise ConfigError(f"{found[0]} does not apply to {what}.", "Unset one of them.")
     if context.max_tokens >= rollout.max_seq_len:
         text = f"rollout.context.max_tokens ({context.max_tokens}) is not below max_seq_len ({rollout.max_seq_len})."
         raise ConfigError(text, "Lower it, so that a summary fits.")
+    if delegates:
+        check_subagent_tools(config, world)
+
+
+def check_notes(config: Config, world: World) -> None:
+    """Raise ConfigError for settings that do not apply to notes."""
+    rollout = config.rollout
+    if rollout.notes.scope == "none":
+        return
+    unsupported = {
+        "rollout.agent": rollout.agent.is_set or world.needs_server,
+        f"env.rendering = '{config.env.rendering}'": config.env.rendering != "chat",
+    }
+    if rollout.notes.scope == "task":
+        unsupported |= {
+            f"training.mode = '{config.training.mode}'": config.training.mode != "sync",
+            "rollout.partial": rollout.partial.is_set,
+            "rollout.branch": rollout.branch.branches > 0,
+        }
+    if found := [name for name, is_set in unsupported.items() if is_set]:
+        text = f"{found[0]} does not apply to notes (rollout.notes.scope = '{rollout.notes.scope}')."
+        raise ConfigError(text, "Unset one of them.")
+    names = {tool.name for tool in notes_tools(Notes())}
+    if taken := names.intersection(world_tools(config, world)):
+        raise ConfigError(f"The world {world.name!r} has a tool {min(taken)!r}.", "Unset rollout.notes.")
+
+
+def check_subagent_tools(config: Config, world: World) -> None:
+    """Raise ConfigError if no world has a tool of `rollout.subagents.tools`, or one has a tool `delegate`."""
+    offered = world_tools(config, world)
+    if DELEGATE in offered:
+        raise ConfigError(f"The world {world.name!r} has a tool {DELEGATE!r}.", "Unset rollout.subagents.")
+    if unknown := [name for name in config.rollout.subagents.tools if name not in offered]:
+        text = f"rollout.subagents.tools names {unknown[0]!r}, which is not a tool of {world.name!r}."
+        raise ConfigError(text, f"{did_you_mean(unknown[0], offered)}Tools: {', '.join(offered) or 'none'}.")
+
+
+def world_tools(config: Config, world: World) -> list[str]:
+    """Return the names of the tools of the first training task of each world."""
+    environments = [one.environment(one.tasks("train")[0]) for one, _ in worlds_in(world, config)]
+    return list(dict.fromkeys(tool.name for environment in environments for tool in environment.tools))
 
 
 def check_opponents(config: Config, world: World) -> None:

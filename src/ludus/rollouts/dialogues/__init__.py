@@ -1,0 +1,1 @@
+"""Episodes of several dialogues: rewritten context, and sub-agents."""
