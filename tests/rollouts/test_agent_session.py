@@ -13,7 +13,8 @@ from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.envs.agent_world import AgentWorld
-from ludus.errors import EngineError, WorldError
+from ludus.errors import ConfigError, EngineError, WorldError
+from ludus.rewards.base import check_scored_elsewhere
 from ludus.rollouts import agent_runs
 from ludus.rollouts.agent_runs import AgentRunner
 from ludus.rollouts.agent_session import AgentSession, InvalidRequest, ReplyLimits, RolloutEnded
@@ -248,6 +249,13 @@ def play(agent, *lines, reward=lambda task, answer: float(task == answer), limit
     environment = world.environment(task)
     found = run(AgentRunner().run(task, 0, environment, lambda: make_chat(engine), limits))
     return found, environment.rewards[0].function(task, found)
+
+
+def test_rewards_of_agent_functions_are_not_computed_in_another_process():
+    world = AgentWorld.of(twice, ["x"] * 5, float)
+    environment = world.environment(world.tasks("train")[0])
+    with pytest.raises(ConfigError, match="cannot be scored by its rewards alone"):
+        check_scored_elsewhere(world.rewards, environment.rewards, environment)
 
 
 async def twice(task, policy):

@@ -22,7 +22,7 @@ from ludus.errors import UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
 from ludus.tools.notes import Notes
-from ludus.types import POLICY, Action, Message, StepResult, Task
+from ludus.types import POLICY, Action, Message, StepResult, Task, Trajectory
 from ludus.untrusted.worker import run_in_thread
 
 AgentFunction = Callable[..., object]
@@ -55,7 +55,7 @@ class AgentEnvironment(Environment):
     def __init__(self, agent: AgentFunction, reward: RewardFunction) -> None:
         self._agent, self._reward = agent, reward
         self._value = 0.0
-        self.rewards = (Reward("reward", lambda task, trajectory: self._value, outcome=True),)
+        self.rewards = (Reward("reward", self._outcome, outcome=True),)
 
     async def drive(self, task: Task, policy: PolicySession) -> None:
         """Run the function to its end and compute its reward. Raises its error, and WorldError if the reward raises."""
@@ -75,6 +75,10 @@ class AgentEnvironment(Environment):
             self._value = float(value)
         except Exception as error:  # boundary: user code; the cause is chained
             raise WorldError(f"The reward of task {task.id} raised {describe_error(error)}") from error
+
+    def _outcome(self, task: Task, trajectory: Trajectory) -> float:
+        """Return the reward. A method, so that it is read in this process."""
+        return self._value
 
     async def start(self, task: Task) -> list[Message]:
         return list(task.prompt)
