@@ -109,7 +109,7 @@ def test_demonstrations_are_legal_moves_of_all_players_in_both_games():
     seen = set()
     for dialogue in islice(world_of().demonstrations(0), 200):
         assert [m["role"] for m in dialogue.messages[:3]] == ["system", "user", "assistant"]
-        seen.add(dialogue.messages[1]["content"].split()[2])
+        seen.add(dialogue.messages[1]["content"].split()[0])
         legal = dialogue.messages[0]["content"].startswith("Kuhn") and {"bet", "check"}
         for asked, reply in zip(dialogue.messages[1::2], dialogue.messages[2::2], strict=True):
             assert reply["content"] in (legal or asked["content"].split(": ")[1].split())

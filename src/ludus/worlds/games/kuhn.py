@@ -23,7 +23,7 @@ class Kuhn:
     """The rules. A position is the two cards and the moves so far, `c` or `b` each."""
 
     players = ("first", "second")
-    rules = "Kuhn poker: cards 1 to 3, the higher one wins. Reply bet or check; after a bet, check folds and bet calls."
+    rules = "Kuhn poker: bet or check. After a bet, check folds."
 
     def openings(self) -> Sequence[str]:
         """Return the deals."""

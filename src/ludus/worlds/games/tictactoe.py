@@ -13,7 +13,7 @@ class TicTacToe:
     """The rules. A position is the moves so far, as a text of digits."""
 
     players = ("x", "o")
-    rules = "Tic-tac-toe: three in a row win. The squares are numbered 1 to 9. Reply with the number of a free square."
+    rules = "Tic-tac-toe: reply with a free square."
 
     def openings(self) -> Sequence[str]:
         """Return the empty board, and the boards after one and two moves."""

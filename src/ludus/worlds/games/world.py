@@ -130,7 +130,7 @@ def rules_of(game: Game) -> Message:
 def asked(game: Game, position: str) -> Message:
     """Return the message that asks the player to move."""
     player = game.to_move(position)
-    return Message(role="user", content=f"you are {game.players[player]}: {game.seen_by(position, player)}")
+    return Message(role="user", content=f"{game.players[player]}: {game.seen_by(position, player)}")
 
 
 @dataclass(frozen=True)
