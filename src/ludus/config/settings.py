@@ -161,7 +161,8 @@ def _similarity(wrong: str, name: str) -> float:
     initials = "".join(word[:1] for word in leaf.split("_"))
     is_short = len(initials) > 1 and wrong_leaf == initials
     same = 0.95 if is_short else _ratio(wrong_leaf.replace("-", "_"), leaf)
-    return same + 0.3 * _ratio(wrong_section, section) if same >= _NEAR_LEAF else 0.0
+    levels = abs(wrong.count(".") - name.count("."))
+    return same + 0.3 * _ratio(wrong_section, section) - 0.1 * levels if same >= _NEAR_LEAF else 0.0
 
 
 def _ratio(one: str, other: str) -> float:
