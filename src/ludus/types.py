@@ -568,6 +568,16 @@ class Path(NamedTuple):
     places: tuple[int, ...]
     row: int = 0
 
+    @property
+    def agent(self) -> str:
+        """Name of the agent whose path this is, in a rollout of several agents."""
+        return next(iter(self.trajectory.agent_rewards))
+
+    @property
+    def role(self) -> str:
+        """Role of that agent: its name up to a slash."""
+        return self.agent.partition("/")[0]
+
 
 def _select(values: tuple[_T, ...], indices: Sequence[int]) -> tuple[_T, ...]:
     return tuple(values[i] for i in indices if i < len(values))

@@ -34,7 +34,11 @@ SLOW = {
 }
 TURNS = 16
 """As many as the oracle of `math` takes on the highest level, and more."""
-ELSEWHERE = {"games": "test_games_world.py, against opponents", "swe": "test_swe_world.py, on a package of its own"}
+ELSEWHERE = {
+    "games": "test_games_world.py, against opponents",
+    "proposals": "test_proposals_world.py, with a proposer",
+    "swe": "test_swe_world.py, on a package of its own",
+}
 
 
 def check(name, settings, num_tasks):

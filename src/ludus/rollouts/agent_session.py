@@ -193,6 +193,7 @@ class AgentSession:
     ) -> PendingTurn:
         """Sample the reply to a whole dialogue of an agent, whose rows are separate from those of other agents.
 
+        A reply that is cut off at the trainer's limit of tokens ends the rollout, unless the agent is one of several.
         Temperature and filters are the trainer's. Raises RolloutEnded at a limit of the rollout, InvalidRequest for a
         dialogue that ends with an assistant message, and EngineError.
         """
@@ -252,7 +253,7 @@ class AgentSession:
         def commit() -> None:
             self._commit(row, messages, tools if limits.prompt is None else None, action)
             self.seconds.append(seconds)
-            if action.finish_reason == "length" and len(tokens) != limits.max_tokens:
+            if agent == POLICY and action.finish_reason == "length" and len(tokens) != limits.max_tokens:
                 self.end(StopReason.TRUNCATED)
 
         return PendingTurn(action, before, tokens, commit, (row, len(chat.segments)), stopped_by)

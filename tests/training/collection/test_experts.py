@@ -136,7 +136,11 @@ WORLDS_WITH_EXPERTS = {
     "sql": {"tasks": 60},
     "terminal": {},
 }
-OTHERS = {"games": "both players act", "swe": "test_swe_world.py, on a package of its own"}
+OTHERS = {
+    "games": "both players act",
+    "proposals": "several agents act",
+    "swe": "test_swe_world.py, on a package of its own",
+}
 NUM_TASKS = 4
 
 

@@ -26,14 +26,7 @@ from ludus.envs.base import TaskSequence
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.scheduler import Episode
 from ludus.training.batches.rows import new_actions
-from ludus.training.credit.advantages import (
-    TrainingSample,
-    any_of_group,
-    compared_rewards,
-    role_of,
-    role_of_agent,
-    varied_groups,
-)
+from ludus.training.credit.advantages import TrainingSample, any_of_group, compared_rewards, role_of, varied_groups
 from ludus.types import WORLD_TAG, Task, Trajectory
 
 _NO_RESULTS = RoleBaselines(decay=0.98, initial=0.5)
@@ -162,7 +155,7 @@ def with_role_baselines(
         if sample.advantages is not None:
             task, trajectory = sample.episode.task, sample.episode.trajectory
             paths = trajectory.paths() if trajectory.agent_rewards else []
-            names = [role_of_agent(path) for path in paths] or [role_of(task)]
+            names = [path.role for path in paths] or [role_of(task)]
             roles += [(task.tags.get(WORLD_TAG, environment), name) for name in names]
             rewards += [path.trajectory.reward for path in paths] or [trajectory.reward]
             counts[i] = len(names)

@@ -2,7 +2,8 @@
 
 In self-play the task tag `role` is the policy's role (default "policy"); the tag `proposal` is the proposed
 task that it attempts (default: its own id). In an episode of several agents, each agent is an attempt: its role is its
-name up to a slash ("solver" of "solver/2"), its proposal is the episode, and it is compared with the same role.
+name up to a slash ("solver" of "solver/1/2"), its proposal is the episode and the name up to the last slash
+("solver/1"), and it is compared with the same role.
 """
 
 from __future__ import annotations
@@ -97,14 +98,14 @@ def role_of(task: Task) -> str:
     return task.tags.get(ROLE, POLICY)
 
 
-def role_of_agent(path: Path) -> str:
-    """Return the role of a path of one agent: the agent's name up to a slash."""
-    return next(iter(path.trajectory.agent_rewards)).partition("/")[0]
+def is_proposer(role: str) -> bool:
+    """Return whether a role is `proposer` or `proposer:KIND`."""
+    return role.partition(":")[0] == PROPOSER
 
 
 def role_tables(tasks: Sequence[Task]) -> tuple[Tensor, Tensor]:
     """Return whether the policy proposes in each task, `[N]` bool, and the proposal's number, `[N]`."""
-    proposer = torch.tensor([role_of(task) == PROPOSER for task in tasks], dtype=torch.bool)
+    proposer = torch.tensor([is_proposer(role_of(task)) for task in tasks], dtype=torch.bool)
     numbers: dict[str, int] = {}
     names = [task.tags.get(PROPOSAL, task.id) for task in tasks]
     return proposer, torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])
@@ -398,8 +399,8 @@ def _path_samples(samples: Sequence[TrainingSample], split: Sequence[Sequence[Pa
         for place, path in enumerate(paths):
             task, role = sample.episode.task, ""
             if path.trajectory.agent_rewards:
-                role = role_of_agent(path)
-                proposal = f"{task.id}/{sample.episode.key.sample}"
+                role = path.role
+                proposal = f"{task.id}/{sample.episode.key.sample}/{path.agent.rpartition('/')[0]}"
                 task = replace(task, tags={**task.tags, ROLE: role, PROPOSAL: proposal})
             one = replace(
                 sample,

@@ -126,11 +126,11 @@ class CodeGrader:
 
     async def _function(self, program: str, truth: CodeTruth, cases: Sequence[TestCase], grading: Grading) -> None:
         calls = [[guest_runner.encode(one) for one in case.given] for case in cases if isinstance(case.given, tuple)]
-        results = await self._results(program, truth.entry, calls, grading)
+        results = await self.results(program, truth.entry, calls, grading)
         verdicts = (_verdict(case, one, truth.loose) for case, one in zip(cases, results, strict=True))
         grading.verdicts = await asyncio.to_thread(list, verdicts)
 
-    async def _results(self, program: str, entry: str, calls: Sequence[list[object]], grading: Grading) -> list[Record]:
+    async def results(self, program: str, entry: str, calls: Sequence[list[object]], grading: Grading) -> list[Record]:
         """Return a record for each call; a program that exits early is restarted after the call where it exited."""
         results: list[Record] = []
         for _ in range(_MAX_RUNS):
@@ -193,7 +193,7 @@ class CodeGrader:
             calls = [(name, call) for name, call in requested if name in tests and isinstance(call, list)]
             if not calls:
                 break
-            results = await self._results(program, truth.entry, [call for _, call in calls], grading)
+            results = await self.results(program, truth.entry, [call for _, call in calls], grading)
             for (name, _), result in zip(calls, results, strict=True):
                 known[name].append(result)
             tests = {name: code for name, code in tests.items() if name in dict(calls)}

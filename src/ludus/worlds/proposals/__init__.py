@@ -1,0 +1,1 @@
+"""The proposals world: a policy that proposes programs as tasks, and solves them."""
