@@ -201,6 +201,8 @@ def test_repetition_is_the_share_of_a_cluster_with_average_linkage():
     assert (bleu([], a), bleu(["z"], a)) == (0.0, 0.0)
     close, far = " ".join(a), "q r s t u v w"
     assert cluster_shares([close, " ".join(b), far, close]) == [0.75, 0.75, 0.25, 0.75]
+    chain = map(" ".join, ["abcdefgh", "abcdefgx", "abcdeygx", "zbcdeygx"])  # two neighbours have a distance of 0.41
+    assert cluster_shares([*chain]) == [0.5] * 4
     assert cluster_shares(["", "", "x y"]) == pytest.approx([2 / 3, 2 / 3, 1 / 3])
     assert (cluster_shares([]), cluster_shares(["a"])) == ([], [1.0])
 
