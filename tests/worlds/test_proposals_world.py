@@ -120,6 +120,7 @@ CHEATS = {
     "time": "def f(x):\n    from time import time\n    return time() // 1e6",
     "hidden import": "def f(x):\n    return __import__('time').time() // 1e6",
     "dunder": "def f(x):\n    return len(x.__class__.__base__.__subclasses__())",
+    "frame": "def f(x):\n    return len((i for i in ()).gi_frame.f_builtins['open']('/etc/passwd').read())",
     "state": "seen = []\ndef f(x):\n    seen.append(x)\n    return len(seen)",
     "default": "def f(x, *, s=[]):\n    s.append(x)\n    return s[0]",
     "address": "def f(x):\n    return id(object())",

@@ -27,9 +27,9 @@ MAX_VALUE: Final = 200
 _INPUT: Final = "input:"
 _IMPURE: Final = (
     *("open", "input", "exec", "eval", "compile", "breakpoint", "help", "globals", "locals", "vars", "dir"),
-    *("getattr", "setattr", "delattr", "id", "hash"),
+    *("getattr", "setattr", "delattr", "id", "hash", "gi_frame", "cr_frame", "ag_frame"),
 )
-"""Builtins that a proposed program must not name."""
+"""Names that a proposed program must not use: builtins, and attributes that lead to them."""
 _LETTERS: Final = "abc"
 _NUM_STEPS: Final = (1, 2)
 
@@ -125,7 +125,7 @@ def read_proposal(reply: str, num_inputs: int) -> tuple[str, tuple[object, ...]]
 
 
 def is_pure(program: str) -> bool:
-    """Return whether a program has no imports, no names with `__` and none of the impure builtins."""
+    """Return whether a program has no imports, no names with `__` and none of the impure names."""
     for node in ast.walk(_parse(program)):
         name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
         if isinstance(node, ast.Import | ast.ImportFrom | ast.Global) or name.startswith("__") or name in _IMPURE:
