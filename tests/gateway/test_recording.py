@@ -16,6 +16,7 @@ from ludus.config.load import load_config
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.config.sections.training import ReplayConfig
 from ludus.diagnostics.trackers import read_metrics
+from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
 from ludus.gateway.endpoints import error_response
 from ludus.gateway.limits import http_server, model_limits, open_socket, url_of
@@ -24,6 +25,7 @@ from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.rollout_files import NO_REWARD, append_rollout, read_rollouts, rollouts_path
 from ludus.training.collection.replay_buffer import ReplayBuffer
 from ludus.training.preference.pairs import NO_SIDE, labels_of_rollouts, load_pairs
+from ludus.training.run.run_dir import RunFolder
 from ludus.types import StopReason, Task
 from served import serving_model
 from small_worlds import in_order, make_chat, scripted
@@ -111,7 +113,8 @@ def test_session_without_feedback_is_marked_and_rewards_of_replies_are_added(tmp
             for text, reward in (("2", 0.5), ("3", -2)):
                 await post(replies, "reward", response_id=(await ask(replies, text)).id, reward=reward)
             for one in (silent, replies, empty):
-                assert await post(one, "done") == 200
+                assert await post(one, "done", answer="bye") == 200
+                assert await post(one, "reward", reward=1) == 409
 
     asyncio.run(serve())
     silent, replies = stored(tmp_path)  # none without a reply
@@ -242,14 +245,20 @@ class Client:
         httpx.post(f"{self.found['base_url']}/done", json=body, headers=headers, timeout=60).raise_for_status()
 
 
+def tasks_of(run: Path) -> list[str]:
+    """The ids of the training tasks of a run's world."""
+    config = RunFolder(run).load_config()
+    return [task.id for task in build_world(config.env, config.rollout).tasks("train")]
+
+
 @pytest.fixture(scope="module")
 def served_sessions(tiny_run, tmp_path_factory):
     """The folder of a server that was killed, and the tokens that each client received, by its reward."""
     folder = tmp_path_factory.mktemp("recorded") / "sessions"
     with serving_model("--record", str(folder), "--context-tokens", "512", model=cold_start(tiny_run)) as served:
         token = served.process.stdout.readline().split()[-1]
-        tasks = ["t1", "t1", "t2", "t1"]
-        clients = [Client(served.url, token, task=task) for task in tasks]
+        first, second = tasks_of(tiny_run)[:2]
+        clients = [Client(served.url, token, task=task) for task in (first, first, second, first)]
         with ThreadPoolExecutor() as pool:
             tokens = list(pool.map(Client.complete, clients, ("what", "what", "which", "what")))
         for client, body in zip(clients, ({"reward": 1}, {"reward": 0}, {"reward": 0.5}, {}), strict=True):
@@ -262,12 +271,12 @@ def served_sessions(tiny_run, tmp_path_factory):
 def test_killed_server_has_lost_the_open_session_only(served_sessions, tmp_path):
     folder, tokens = served_sessions
     records = stored(folder)
-    assert [r.group for r in records] == ["t1", "t1", "t2", "t1"]
+    assert [r.group == records[0].group for r in records] == [True, True, False, True]
     assert [[s.tokens for s in r.trajectory.segments if s.kind == "action"] for r in records] == [
         [tuple(one)] for one in tokens
     ]
     assert {r.outcome for r in records} == {RolloutOutcome.DROPPED}
-    shown = ludus("show", folder, "--tokens", "--task", "t2")
+    shown = ludus("show", folder, "--tokens", "--task", records[2].group)
     assert "[action] 8 tokens" in shown.out, shown
     assert ludus("export", folder, "--sharegpt", tmp_path / "out.jsonl").code == 0
     assert "has sessions only" in refused("train", "--resume", folder)
@@ -285,18 +294,29 @@ def test_kto_learns_from_recorded_sessions(served_sessions, tiny_run, tmp_path):
     assert [pair.chosen is not NO_SIDE and bool(pair.chosen.tokens) for pair in pairs] == [True, False, True]
     rows = [row.metrics for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert rows[-1]["loss/total"] < rows[0]["loss/total"] - 0.05
-    assert rows[-1]["preference/accuracy"] == 1
+    assert rows[-1]["preference/margin"] > rows[0]["preference/margin"] + 1, rows
 
 
-def test_sessions_of_one_task_are_a_group_that_is_replayed(served_sessions):
+def test_sessions_of_one_task_are_a_group_to_replay(served_sessions):
     folder, _ = served_sessions
     replay = ReplayBuffer(ReplayConfig(share=0.5, sources=[str(folder)]), groups_per_step=1)
-    tasks = {name: Task(name, (), None) for name in ("t1", "t2")}
+    tasks = {record.group: Task(record.group, (), None) for record in stored(folder)}
     replay.load_sources(tasks, 420, lambda _: 1.0, 0.1)
-    (group,) = replay._stored
+    (group,) = replay._stored  # without the session that has no feedback, and the only one of its task
     assert [one.trajectory.reward for one in group.episodes] == [1, 0]
-    with pytest.raises(ConfigError, match="no usable rollouts"):
-        replay.load_sources({"t2": tasks["t2"]}, 420, lambda _: 1.0, 0.1)
+
+
+@pytest.mark.scale
+def test_reinforcement_learning_replays_recorded_sessions(served_sessions, tiny_run, tmp_path):
+    folder, _ = served_sessions
+    words = {"staleness.replay.share": 0.5, "staleness.replay.sources": f'["{folder}"]', "training.steps": 1}
+    words |= {"algorithm.preset": "rae", "training.mode": "async", "training.prompts_per_step": 1}
+    words |= {"evaluation.every": 99, "evaluation.tasks": 1, "run.dir": tmp_path / "run"}
+    flat = [str(word) for key, value in words.items() for word in (f"--{key}", value)]
+    said = ludus("train", make_recipe(tmp_path), "--model", cold_start(tiny_run), *flat)
+    assert said.code == 0, said
+    (row,) = [row.metrics for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
+    assert (row["replay/groups"], row["replay/trained"]) == (1, 2)
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import secrets
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, replace
@@ -75,6 +74,7 @@ class SessionRecorder(SessionServer):
         self._writing = asyncio.Lock()
         files = folder.glob("rollouts/step-*.jsonl.gz")
         first = max((int(file.name.split("-")[1].split(".")[0]) for file in files), default=0) + 1
+        self._names = (f"session-{first:06d}-{number:06d}" for number in count(1))
         self._places = ((step, place) for step in count(first) for place in range(_PER_FILE))
 
     def app(self) -> Starlette:
@@ -102,7 +102,7 @@ class SessionRecorder(SessionServer):
         asked = read_body(_OpenSession, await request.body())
         if len(self._open) >= self._limits.max_sessions:
             raise EngineBusy(f"{self._limits.max_sessions} sessions are open.", "Retry later.")
-        name = f"session-{secrets.token_hex(8)}"
+        name = next(self._names)
         task = Task(asked.task or name, (), None)
         session = AgentSession(partial(self._make_chat, name), self._limits.rollout)
         session.address = await self.add(session)
@@ -124,14 +124,13 @@ class SessionRecorder(SessionServer):
         result = AgentResult()
         with suppress(WorldError):  # idle
             result = await offer.finished(self._limits.idle_s)
-        session.answer = result.answer
+        session.answer, reward = result.answer, _feedback(session, result)
         stop = session.stop or (StopReason.AGENT_FAILED if result.error else StopReason.ANSWERED)
-        trajectory = trajectory_of(task, 0, session, stop)
-        reward = _feedback(session, result)
         session.close()
         self.remove(session)
         if not session.num_turns:
             return
+        trajectory = trajectory_of(task, 0, session, stop)
         async with self._writing:
             step, place = next(self._places)
             record = _record_of(replace(trajectory, sample=place), step, reward, session.error)
