@@ -48,6 +48,7 @@ from ludus.gateway.protocol.bodies import (
     error_body,
     json_bytes,
 )
+from ludus.gateway.recording import SessionRecorder
 from ludus.gateway.service import CompletionService, PauseMode
 
 if TYPE_CHECKING:
@@ -59,14 +60,21 @@ _CLIENT_GONE = 499
 _REFUSED, _CONFLICT, _BUSY, _FAILED = 400, 409, 429, 500
 
 
-def make_app(service: CompletionService, model: PreTrainedModel) -> Starlette:
-    """Create the application. `model` is the engine's model, hashed by `/weight_checker`."""
+def make_app(service: CompletionService, model: PreTrainedModel, recorder: SessionRecorder | None = None) -> Starlette:
+    """Create the application. `model` is the engine's model, hashed by `/weight_checker`.
+
+    With a `recorder`, its endpoints take the place of those of the same path.
+    """
     access = ControlAccess(service.control_token, service.control_hosts) if service.control_token else None
     router = HttpRouter(service.threads, service.engine.context_tokens, access)
     PublicEndpoints(service).add_to(router)
     ControlEndpoints(service, model).add_to(router)
     kinds = (BadRequest, EngineError, HTTPException, Exception)
-    return Starlette(routes=router.routes, exception_handlers=dict.fromkeys(kinds, _error))
+    handlers = dict.fromkeys(kinds, _error)
+    if recorder is None:
+        return Starlette(routes=router.routes, exception_handlers=handlers)
+    routes = [*recorder.app().routes, *router.routes]
+    return Starlette(routes=routes, exception_handlers=handlers, lifespan=recorder.lifespan)
 
 
 @dataclass(frozen=True)

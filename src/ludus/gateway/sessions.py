@@ -65,7 +65,7 @@ _CONTEXT: Final = 2**17  # bodies of up to this many tokens are accepted; the se
 
 
 @dataclass(eq=False)
-class _Served:
+class Served:
     """A session, the event loop that samples, and what retries, `previous_response_id` and rewards refer to."""
 
     key: str
@@ -127,7 +127,7 @@ class _Served:
             self.sent.popitem(last=False)
 
 
-_Act = Callable[[Request, _Served], Awaitable[Response]]
+_Act = Callable[[Request, Served], Awaitable[Response]]
 
 
 class _Reply(Response):
@@ -197,7 +197,7 @@ class SessionServer:
     port: int = 0
     token: str = ""
     offers: SimpleQueue[TaskOffer] = field(default_factory=SimpleQueue, init=False)
-    _served: dict[str, _Served] = field(default_factory=dict, init=False)
+    _served: dict[str, Served] = field(default_factory=dict, init=False)
     _ended: OrderedDict[str, StopReason] = field(default_factory=OrderedDict, init=False)
     _url: str = field(default="", init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
@@ -207,7 +207,7 @@ class SessionServer:
         with self._lock:
             self._url = self._url or self._start()
         key = f"sk-{secrets.token_urlsafe(24)}"
-        self._served[key] = _Served(key, session, asyncio.get_running_loop())
+        self._served[key] = Served(key, session, asyncio.get_running_loop())
         return f"{self._url}/s/{key}/v1", key
 
     def remove(self, session: AgentSession) -> None:
@@ -240,6 +240,11 @@ class SessionServer:
         ]
         return Starlette(routes=[*routes, Route("/tasks", self._tasks)])
 
+    def has_token(self, request: Request) -> bool:
+        """Return whether a request has the `token`, which must not be empty."""
+        header = request.headers.get("authorization", "")
+        return bool(self.token) and secrets.compare_digest(header.encode(), f"Bearer {self.token}".encode())
+
     def _start(self) -> str:
         listener = open_socket(self.host, self.port)
         server = http_server(self.app(), model_limits(_CONTEXT), error_response)
@@ -254,10 +259,20 @@ class SessionServer:
         return url_of(listener)
 
     async def _guarded(self, dialect: Dialect, act: _Act, request: Request) -> Response:
-        """Answer a request of a known session; errors have the dialect's form."""
+        """Answer a request of a known session."""
+
+        async def found(request: Request) -> Response:
+            return await act(request, self._find(request))
+
+        return await self._answered(dialect, found, request)
+
+    async def _answered(
+        self, dialect: Dialect, act: Callable[[Request], Awaitable[Response]], request: Request
+    ) -> Response:
+        """Answer a request; errors have the dialect's form."""
         try:
             check_origin(request)
-            return await act(request, self._find(request))
+            return await act(request)
         except _ERRORS as error:
             status, message, code = _described(error)
         response = json_response(dialect.error(status, message, code), status)
@@ -266,7 +281,7 @@ class SessionServer:
             response.headers["Retry-After"] = "1"
         return response
 
-    def _find(self, request: Request) -> _Served:
+    def _find(self, request: Request) -> Served:
         """Return the session of a request: that of the path, which an API key of another session may not read."""
         scheme, _, header = request.headers.get("authorization", "").partition(" ")
         header = header if scheme.lower() == "bearer" else ""
@@ -278,7 +293,7 @@ class SessionServer:
             raise BadRequest("The request has no API key of a running session.", _UNAUTHORIZED, "invalid_api_key")
         return self._served[found.pop()]
 
-    async def _respond(self, dialect: Dialect, request: Request, served: _Served) -> Response:
+    async def _respond(self, dialect: Dialect, request: Request, served: Served) -> Response:
         raw = await request.body()
         check_json(request)
         check_shape(raw, _CONTEXT)
@@ -307,7 +322,7 @@ class SessionServer:
         content = dialect.content(asked, name, turns)
         return _Reply(*content, request, partial(commit, turns, *content))
 
-    async def _count(self, request: Request, served: _Served) -> Response:
+    async def _count(self, request: Request, served: Served) -> Response:
         raw = await request.body()
         check_json(request)
         asked = MESSAGES.parse(raw, {})
@@ -316,22 +331,24 @@ class SessionServer:
         except (UserError, ValueError, TypeError, LookupError) as error:
             raise BadRequest(f"The messages cannot be rendered: {error}.") from error
 
-    async def _models(self, request: Request, served: _Served) -> Response:
+    async def _models(self, request: Request, served: Served) -> Response:
         card = {"id": "policy", "object": "model", "created": 0, "owned_by": "ludus"}
         if name := request.path_params.get("model"):
             return JSONResponse(card | {"id": name})
         return JSONResponse({"object": "list", "data": [card]})
 
-    async def _reward(self, request: Request, served: _Served) -> Response:
+    async def _reward(self, request: Request, served: Served) -> Response:
         check_json(request)
         given = read_body(_Reward, await request.body())
         if given.response_id is None:
             served.session.reward = given.reward
         else:
             served.session.rewards_by_place[served.place(given.response_id, given.index)] = given.reward
+        if served.session.client is not None:
+            served.session.client.touch()
         return JSONResponse({"status": "ok"})
 
-    async def _done(self, request: Request, served: _Served) -> Response:
+    async def _done(self, request: Request, served: Served) -> Response:
         """End the rollout of a remote agent."""
         check_json(request)
         found = read_body(_Result, await request.body())
@@ -342,8 +359,7 @@ class SessionServer:
 
     async def _tasks(self, request: Request) -> Response:
         """Return a task and its address; 204 if there is none within `_POLL_S`."""
-        header = request.headers.get("authorization", "")
-        if not self.token or not secrets.compare_digest(header.encode(), f"Bearer {self.token}".encode()):
+        if not self.has_token(request):
             return error_response(_UNAUTHORIZED, "This path needs the token of rollout.agent.token_file.")
         deadline = asyncio.get_running_loop().time() + _POLL_S
         while asyncio.get_running_loop().time() < deadline and not await request.is_disconnected():

@@ -242,27 +242,14 @@ class AgentRunner:
         limits: RolloutConfig,
     ) -> Trajectory:
         """Run one episode to its end without scoring. Raises WorldError and EngineError."""
-        started, begin = time.time(), time.perf_counter()
         async with self._session(make_chat, limits) as session:
             stop = await _drive(task, environment, session)
             if session.error is not None:
                 raise session.error
-            total_s, model_s = time.perf_counter() - begin, sum(session.seconds)
-            waited_s = session.timeout.paused_s if session.timeout is not None else 0.0
-            segments, turn_rewards = session.segments(), session.turn_rewards()
-            rewards = _rewards_of_agents(task, segments, session.agent_rewards)
-        return Trajectory(
-            task_id=task.id,
-            sample=sample,
-            segments=segments,
-            messages=tuple(_with_answer(session.messages or task.prompt, session.answer)),
-            stop_reason=stop,
-            turn_rewards=turn_rewards,
-            tags={**task.tags, **({OPPONENT_VERSION: str(self.opponents.version)} if self.opponents else {})},
-            shared_reward=True,
-            agent_rewards=rewards,
-            timings=Timings(total_s - waited_s, model_s - waited_s, max(0.0, total_s - model_s), begin=started),
-        )
+            trajectory = trajectory_of(task, sample, session, stop)
+        if self.opponents is None:
+            return trajectory
+        return replace(trajectory, tags={**task.tags, OPPONENT_VERSION: str(self.opponents.version)})
 
     @asynccontextmanager
     async def _session(
@@ -281,6 +268,26 @@ class AgentRunner:
                 opponent.close()
             if self.server is not None:
                 self.server.remove(session)
+
+
+def trajectory_of(task: Task, sample: int, session: AgentSession, stop: StopReason) -> Trajectory:
+    """Return the rollout that a session has recorded, without rewards other than those of turns and agents."""
+    started, begin = session.started
+    total_s, model_s = time.perf_counter() - begin, sum(session.seconds)
+    waited_s = session.timeout.paused_s if session.timeout is not None else 0.0
+    segments = session.segments()
+    return Trajectory(
+        task_id=task.id,
+        sample=sample,
+        segments=segments,
+        messages=tuple(_with_answer(session.messages or task.prompt, session.answer)),
+        stop_reason=stop,
+        turn_rewards=session.turn_rewards(),
+        tags=dict(task.tags),
+        shared_reward=True,
+        agent_rewards=_rewards_of_agents(task, segments, session.agent_rewards),
+        timings=Timings(total_s - waited_s, model_s - waited_s, max(0.0, total_s - model_s), begin=started),
+    )
 
 
 def _rewards_of_agents(task: Task, segments: Sequence[Segment], rewards: Mapping[str, float]) -> dict[str, float]:

@@ -126,6 +126,10 @@ class PendingTurn:
         return len(self.tokens)
 
 
+def _clocks() -> tuple[float, float]:
+    return time.time(), time.perf_counter()
+
+
 @dataclass(eq=False)
 class AgentSession:
     """The policy of one rollout. `make_chat` returns a dialogue with the engine, all of one seed and name.
@@ -152,6 +156,7 @@ class AgentSession:
     client: AgentClient | None = field(init=False, default=None)
     ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     timeout: PausableTimeout | None = field(init=False, default=None)
+    started: tuple[float, float] = field(init=False, default_factory=_clocks)  # since the epoch, and `perf_counter`
     seconds: list[float] = field(init=False, default_factory=list)
     """Seconds of each committed reply."""
     _rows: list[_Row] = field(init=False, default_factory=list)

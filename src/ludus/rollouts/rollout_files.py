@@ -55,6 +55,10 @@ _DEFAULTS_OF_OLD_FILES: Mapping[str, object] = {
 """Fields missing in older files, with their defaults."""
 
 
+NO_REWARD = "no reward"
+"""Reason of a recorded session without feedback: its reward of 0 has no meaning."""
+
+
 @dataclass(frozen=True, slots=True)
 class RolloutRecord:
     """Stored rollout: the trajectory, its outcome in the ledger, and its advantage if it has one."""
@@ -71,6 +75,11 @@ class RolloutRecord:
     def key(self) -> RolloutKey:
         """The rollout's key in the ledger."""
         return RolloutKey(self.step, self.group, self.trajectory.sample, self.attempt)
+
+    @property
+    def is_scored(self) -> bool:
+        """Whether the infrastructure did not fail and there is a reward."""
+        return self.trajectory.failure is None and self.reason != NO_REWARD
 
 
 def rollouts_path(run_folder: Path, step: int) -> Path:
@@ -94,6 +103,13 @@ def write_rollouts(path: Path, records: Iterable[RolloutRecord]) -> None:
     Raises StorageError if writing fails, and UserError for a non-finite number; `path` is then unchanged.
     """
     write_lines(path, map(rollout_line, records))
+
+
+def append_rollout(path: Path, record: RolloutRecord) -> None:
+    """Add a record to a file, which is replaced atomically; creates file and folder. Raises as `write_rollouts`."""
+    line = gzip.compress(f"{rollout_line(record)}\n".encode("ascii"), _COMPRESSION, mtime=0)
+    with replaced_file(path) as file:
+        file.write((path.read_bytes() if path.is_file() else b"") + line)
 
 
 def write_lines(path: Path, lines: Iterable[str]) -> None:

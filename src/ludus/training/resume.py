@@ -16,7 +16,7 @@ from ludus.training.run.run_dir import Kind, RunFolder, check_manifest, kind_of,
 
 _FIXED: tuple[str, ...] = ("model.", "env.", "run.seed", "run.dir")
 _FIXED_BY_KIND: Mapping[Kind, str] = {
-    "preference": "loss run pairs data min_reward_gap tasks samples",
+    "preference": "loss run pairs threshold data min_reward_gap tasks samples",
     "reward-model": "kind run data min_reward_gap discount rollouts held_out",
 }
 """Settings of a section on which artifacts of the run depend: pairs, reference log-probabilities, examples."""
@@ -58,8 +58,9 @@ def check_kind(folder: RunFolder, kind: Kind) -> None:
     actual = kind_of(folder)
     if actual == kind:
         return
-    if actual == "eval":
-        raise UserError(f"{folder.path} has evaluations only, and no run to resume.", "Start a run instead.")
+    if actual in ("eval", "sessions"):
+        what = "evaluations" if actual == "eval" else "sessions"
+        raise UserError(f"{folder.path} has {what} only, and no run to resume.", "Start a run instead.")
     raise UserError(f"{folder.path} is {_NAMES[actual]}.", f"Resume it: {resume_command(folder)}")
 
 

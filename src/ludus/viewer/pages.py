@@ -18,7 +18,7 @@ from ludus.evaluation.probes.common import stored_reports
 from ludus.evaluation.stats import cohens_kappa, paired_difference
 from ludus.rollouts.rollout_files import RolloutRecord, times_path, token_values_path
 from ludus.rollouts.trees import RowStart, has_rows, row_starts
-from ludus.training.run.run_dir import is_running, kind_of, list_checkpoints
+from ludus.training.run.run_dir import is_running, kind_of, policy_path
 from ludus.types import Message, Segment, Trajectory
 from ludus.viewer.index import RolloutIndex, Row
 
@@ -39,11 +39,11 @@ class RunPages:
 
     @cached_property
     def _tokenizer(self) -> Tokenizer | None:
-        """The tokenizer of the newest checkpoint; None if there is no checkpoint."""
+        """The tokenizer of the policy; None if it is unknown."""
         from tokenizers import Tokenizer
 
-        found = list_checkpoints(self.folder.checkpoints)
-        path = found[-1][1] / "tokenizer.json" if found else None
+        folder = policy_path(self.folder)
+        path = None if folder is None else folder / "tokenizer.json"
         return Tokenizer.from_file(str(path)) if path is not None and path.is_file() else None
 
     def run(self) -> Row:

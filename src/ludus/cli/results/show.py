@@ -148,14 +148,14 @@ def record_filter(args: argparse.Namespace, config: Config) -> Callable[[Rollout
 
 
 def _find_tokenizer(folder: RunFolder, console: Console) -> Tokenizer | None:
-    """Return the tokenizer of the newest checkpoint; print a warning and return None if there is none."""
+    """Return the tokenizer of the policy; print a warning and return None if there is none."""
     load_libraries()
     from ludus.engines.models.loading import load_tokenizer
-    from ludus.training.run.run_dir import list_checkpoints
+    from ludus.training.run.run_dir import policy_path
 
-    found = list_checkpoints(folder.checkpoints)
-    if not found:
+    path = policy_path(folder)
+    if path is None:
         print_text(console, "The run has no checkpoint and thus no tokenizer: printing messages.", "yellow")
         return None
-    tokenizer: Tokenizer = load_tokenizer(str(found[-1][1]))
+    tokenizer: Tokenizer = load_tokenizer(str(path))
     return tokenizer

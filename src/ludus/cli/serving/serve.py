@@ -15,13 +15,17 @@ from ludus.cli.ui.terminal import load_libraries, make_console, print_line
 from ludus.config.load import load_config
 from ludus.config.paths import check_model_folder
 from ludus.config.schema import Config
+from ludus.engines.base import seed_for
 from ludus.engines.control_tokens import publish_token, token_of
 from ludus.errors import UserError
-from ludus.training.run.run_dir import RunFolder, latest_checkpoint
+from ludus.rollouts.episode import ChatSession, EngineChatSession
+from ludus.rollouts.scheduler import sampling_params
+from ludus.training.run.run_dir import RunFolder, latest_checkpoint, lock_run, sessions_folder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
+    from ludus.gateway.recording import SessionRecorder
     from ludus.gateway.service import CompletionService
 
 _MAX_CONTEXT = 4096
@@ -29,6 +33,9 @@ _MAX_CONTEXT = 4096
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Serve until interrupted."""
+    if args.record is not None and (args.control or args.idle_s <= 0 or args.max_sessions < 1):
+        text = "--record needs --idle-s and --max-sessions above 0, and excludes --control."
+        raise UserError(text, "Clients that open sessions must not have the control token.")
     config = _config(args.target, overrides)
     load_libraries()
     with needs_serve_extra():
@@ -49,11 +56,15 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
             asyncio.run(service.engine.close())
             print_line(console, f"{what} can be served.")
             return
-        server = http_server(make_app(service, model), model_limits(context), error_response)
-        with publish_token(listener.getsockname()[1], service.control_token):
+        token = publish_token(listener.getsockname()[1], service.control_token)
+        with token, _recording(args, config, service, model) as recorder:
+            app = make_app(service, model, recorder)
+            server = http_server(app, model_limits(context), error_response, lifespan=recorder is not None)
             print_line(console, f"Serving {what} at {url_of(listener)}")
             if service.control_token:
                 print_line(console, f"Control token: {service.control_token}")
+            if recorder is not None:
+                print_line(console, f"Recording sessions to {args.record}. Session token: {recorder.token}")
 
             async def serve() -> None:
                 try:
@@ -62,6 +73,38 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
                     await service.engine.close()
 
             asyncio.run(serve())
+
+
+@contextmanager
+def _recording(
+    args: argparse.Namespace, config: Config, service: CompletionService, model: PreTrainedModel
+) -> Iterator[SessionRecorder | None]:
+    """Lock the folder of recorded sessions during the block, and yield their recorder; None without --record."""
+    if args.record is None:
+        yield None
+        return
+    from ludus.engines.models.fingerprint import fingerprint_module
+    from ludus.gateway.recording import RecordingLimits, SessionRecorder
+
+    renderer, rollout = service.model.renderer, config.rollout
+    if renderer is None:
+        raise UserError("--record needs a model with a chat template.", "Serve it without --record.")
+
+    def make_chat(name: str) -> ChatSession:
+        seed, params = seed_for(config.run.seed, "session", name), sampling_params(rollout, rollout.temperature)
+        return EngineChatSession(service.engine, renderer, params, rollout.max_seq_len, name, seed)
+
+    path = args.target
+    if (Path(path) / "config.toml").is_file():
+        path = latest_checkpoint(RunFolder(Path(path)))[1]
+    served = config.model.model_copy(
+        update={"path": str(Path(path).resolve() if Path(path).is_dir() else path), "from_scratch": False}
+    )
+    stored = config.model_copy(update={"model": served, "run": config.run.model_copy(update={"dir": str(args.record)})})
+    folder = sessions_folder(stored, fingerprint_module(model))
+    with lock_run(folder):
+        limits = RecordingLimits(rollout, args.idle_s, args.max_sessions)
+        yield SessionRecorder(folder.path, make_chat, limits, token_of(args.token_file))
 
 
 @contextmanager
@@ -112,7 +155,7 @@ def _service(args: argparse.Namespace, config: Config) -> tuple[int, CompletionS
         context_tokens=context,
         max_batch=args.max_batch,
         kv_cache_tokens=args.kv_cache_tokens,
-        max_requests=args.max_requests,
+        max_requests=args.max_requests if args.record is None else 0,  # sessions have a limit each
         batch_invariant=config.rollout.reproducible,
         threads=1 if model.num_parameters() < SMALL_MODEL else 0,
     )

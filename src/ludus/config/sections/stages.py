@@ -108,10 +108,15 @@ class PreferenceConfig(EpochsSection):
     min_reward_gap: float = Field(0.0, ge=0)
     """Smallest difference between the best and worst reward of a group that makes a pair; equal rewards never do."""
     run: str | None = None
-    """A run folder whose rollouts form the pairs. If unset, `data` is used, or attempts of the model itself."""
-    pairs: Literal["groups", "steps"] = "groups"
+    """A run folder, or one of recorded sessions, whose rollouts are learned from. If unset, `data` is used, or attempts
+    of the model itself."""
+    pairs: Literal["groups", "steps", "none"] | None = None
     """Pairs of a run: the best against the worst attempt of each group, or at each step of a group's tree the best
-    against the worst action, by the mean reward of its continuations."""
+    against the worst action, by the mean reward of its continuations. `none`, for kto and bco: each rollout by itself,
+    desirable from `threshold` on. If unset, `none` if `threshold` is set, and for recorded sessions with these losses;
+    otherwise `groups`."""
+    threshold: float | None = None
+    """Without pairs: the reward from which on a rollout is desirable; if unset, the mean of all."""
     data: str | None = None
     """A file of pairs, for kto and bco also of labelled dialogues (docs/use/data.md); unset with `run`."""
     tasks: int = Field(64, ge=1)
@@ -123,13 +128,18 @@ class PreferenceConfig(EpochsSection):
     def _is_consistent(self) -> Self:
         if self.run is not None and self.data is not None:
             raise ValueError(f'preference.run ("{self.run}") and preference.data are mutually exclusive')
-        if (self.pairs != "groups" or self.min_reward_gap) and self.data is not None:
-            key = "pairs" if self.pairs != "groups" else "min_reward_gap"
-            raise ValueError(f"preference.{key} applies to rollouts, but preference.data is set")
+        for key in ("pairs", "threshold", "min_reward_gap"):
+            if self.data is not None and self.model_dump()[key] != type(self).model_fields[key].default:
+                raise ValueError(f"preference.{key} applies to rollouts, but preference.data is set")
+        if self.pairs == "none" and (self.run is None or self.loss not in UNPAIRED_LOSSES):
+            raise ValueError("preference.pairs none needs preference.run, and the loss kto or bco")
+        if self.threshold is not None and (self.run is None or self.pairs in ("groups", "steps")):
+            raise ValueError("preference.threshold needs preference.run, without pairs")
         if (self.tasks, self.samples) != (64, 8) and (self.run or self.data) is not None:
             raise ValueError("preference.tasks and samples need attempts of the model, but run or data is set")
         needed = {"gamma": ("simpo",), "tau": ("discopop",), "undesirable_weight": ("kto",)}
-        check_choice(self, "preference", "loss", {**needed, "label_smoothing": SMOOTHED})
+        shared = {"threshold": UNPAIRED_LOSSES, "label_smoothing": SMOOTHED}
+        check_choice(self, "preference", "loss", {**needed, **shared})
         if self.loss == "robust" and self.label_smoothing == 0:
             raise ValueError(
                 "preference.loss robust corrects for mislabelled pairs: set preference.label_smoothing above 0, "

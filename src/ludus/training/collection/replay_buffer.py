@@ -262,4 +262,4 @@ def _is_trainable(record: RolloutRecord, vocab_size: int) -> bool:
     actions = [segment for segment in segments if segment.kind == "action"]
     complete = all(len(s.logprobs) == len(s.versions) == len(s.tokens) for s in actions)
     in_vocabulary = all(0 <= token < vocab_size for segment in segments for token in segment.tokens)
-    return record.trajectory.failure is None and bool(actions) and complete and in_vocabulary
+    return record.is_scored and bool(actions) and complete and in_vocabulary

@@ -21,7 +21,7 @@ from ludus.tools.base import Tool
 from ludus.training.batches.rows import Row, microbatches
 from ludus.training.datasets.files import FileDialogue, FilePair, load_records, read_pairs, read_preferences
 from ludus.training.learner.logprobs import LogprobScorer
-from ludus.types import Message
+from ludus.types import Message, Trajectory
 
 PAIRS_FILE = "pairs.jsonl.gz"
 
@@ -138,6 +138,43 @@ def pairs_of_rollouts(
     return [pair for name, records in rollouts for pair in made(name, records, min_gap, max_tokens)]
 
 
+def labels_of_rollouts(files: Sequence[Path], threshold: float | None, max_tokens: int) -> list[PreferencePair]:
+    """Return each row of the rollouts as a labelled dialogue: desirable if its reward is at least the threshold.
+
+    The threshold defaults to the mean of the rollouts; there are then no labels if all rewards are equal. Ignored are
+    rollouts that failed, sessions without feedback, and rows above `max_tokens`. An action that
+    several rows share is trained in the first one.
+    """
+    found = [
+        (f"{file.name.removesuffix('.jsonl.gz')}/{record.group}/{record.trajectory.sample}", record.trajectory)
+        for file in files
+        for record in read_rollouts(file)
+        if record.is_scored
+    ]
+    rewards = [trajectory.reward for _, trajectory in found]
+    if threshold is None and len(set(rewards)) < 2:
+        return []
+    level = math.fsum(rewards) / len(rewards) if threshold is None else threshold
+    pairs = []
+    for source, trajectory in found:
+        for number, (side, reward) in enumerate(_sides_of_rows(trajectory)):
+            if len(side.tokens) <= max_tokens and any(side.trains):
+                sides = (side, NO_SIDE) if reward >= level else (NO_SIDE, side)
+                pairs.append(PreferencePair(f"{source}/row {number}", 0.0, *sides))
+    return pairs
+
+
+def _sides_of_rows(trajectory: Trajectory) -> Iterator[tuple[PairSide, float]]:
+    """Yield each row and its reward."""
+    seen: set[int] = set()
+    for row, value in zip(trajectory.rows, trajectory.row_rewards, strict=True):
+        segments = [(i, trajectory.segments[i]) for i in row]
+        tokens = tuple(token for _, one in segments for token in one.tokens)
+        trains = tuple(one.kind == "action" and i not in seen for i, one in segments for _ in one.tokens)
+        seen.update(row)
+        yield PairSide(tokens, trains), trajectory.agent_rewards.get(segments[-1][1].agent, value)
+
+
 Steps = dict[tuple[int, ...], dict[tuple[int, ...], list[float]]]
 """Rewards of the leaves below each action, by preceding tokens and by its own tokens."""
 
@@ -145,7 +182,7 @@ Steps = dict[tuple[int, ...], dict[tuple[int, ...], list[float]]]
 def _steps(records: Sequence[RolloutRecord], max_tokens: int) -> Steps:
     steps: Steps = {}
     for record in records:
-        if record.trajectory.failure is not None:
+        if not record.is_scored:
             continue
         for path in record.trajectory.paths():
             history: tuple[int, ...] = ()
@@ -232,10 +269,10 @@ def rollout_files(run: Path) -> list[Path]:
 
 
 def is_usable(record: RolloutRecord, max_tokens: int) -> bool:
-    """Return whether a record is a linear trajectory with action tokens, within `max_tokens`, that did not fail."""
+    """Return whether a record is a scored linear trajectory with action tokens, within `max_tokens`."""
     trajectory = record.trajectory
     return (
-        trajectory.failure is None
+        record.is_scored
         and trajectory.num_action_tokens > 0
         and len(trajectory.rows) == 1
         and len(trajectory.token_ids) <= max_tokens

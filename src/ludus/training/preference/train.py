@@ -37,6 +37,7 @@ from ludus.training.preference.pairs import (
     PairMaker,
     PairSide,
     PreferencePair,
+    labels_of_rollouts,
     load_pairs,
     pairs_of_attempts,
     pairs_of_branches,
@@ -51,7 +52,7 @@ from ludus.training.rl.build import probe_tokens
 from ludus.training.rl.validate import check_rollouts
 from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import TrainerState
-from ludus.training.run.run_dir import RunFolder
+from ludus.training.run.run_dir import RunFolder, kind_of
 from ludus.training.run.session import (
     TrainingSession,
     check_tokenizer,
@@ -103,13 +104,17 @@ def gather_pairs(session: TrainingSession, reporter: EpisodeReporter | None = No
         run = RunFolder(Path(settings.run))
         files = rollout_files(run.path)
         check_tokenizer(run, session)
-        pairs = pairs_of_rollouts(files, settings.min_reward_gap, limit, _pair_maker(session))
-        fault = f"No group of {settings.run} has two attempts with different rewards that make a pair."
+        if _has_labels(settings, run):
+            pairs = labels_of_rollouts(files, settings.threshold, limit)
+            fault = f"No rollout of {settings.run} has a reward, or all have the same, and fits into {limit} tokens."
+        else:
+            pairs = pairs_of_rollouts(files, settings.min_reward_gap, limit, _pair_maker(session))
+            fault = f"No group of {settings.run} has two attempts with different rewards that make a pair."
     else:
         pairs, sampled = _sample_pairs(session, reporter)
         fault = "No task has two attempts of the model with different rewards that make a pair."
     if not pairs:
-        raise UserError(fault, "See docs/use/stages.md, or lower preference.min_reward_gap.")
+        raise UserError(fault, "See docs/use/stages.md, lower preference.min_reward_gap, or set preference.threshold.")
     check_vocabulary(max(max(side.tokens) for pair in pairs for side in pair.all_sides), session)
     return GatheredPairs(with_mismatched(pairs, limit) if PREFERENCES[settings.loss].mismatched else pairs, sampled)
 
@@ -132,6 +137,13 @@ def _sample_pairs(
         replace(record, outcome=RolloutOutcome.TRAINED, reason="trained") if _is_in_pair(record, sides) else record
         for record in records
     ]
+
+
+def _has_labels(settings: PreferenceConfig, run: RunFolder) -> bool:
+    """Return whether the rollouts of a run are labelled by their rewards instead of paired."""
+    if settings.pairs is None:
+        return settings.threshold is not None or (settings.loss in UNPAIRED_LOSSES and kind_of(run) == "sessions")
+    return settings.pairs == "none"
 
 
 def _pair_maker(session: TrainingSession) -> PairMaker:

@@ -47,8 +47,8 @@ from ludus.rollouts.rollout_files import replaced_file
 
 PACKAGES = ("ludus", "torch", "transformers", "tokenizers", "safetensors", "numpy", "bm25s", "peft")
 
-Kind = Literal["rl", "sft", "preference", "reward-model", "rft", "eval"]
-"""Command that created the run folder; "rl" is `ludus train`."""
+Kind = Literal["rl", "sft", "preference", "reward-model", "rft", "eval", "sessions"]
+"""Command that created the run folder; "rl" is `ludus train`, "sessions" `ludus serve --record`."""
 
 MANIFEST = "manifest.json"
 """File in a checkpoint's trainer folder with size and SHA-256 of each file of the checkpoint."""
@@ -95,11 +95,11 @@ class RunFolder:
             raise StorageError(f"{self.config} has {found} of the {expected} settings of the run.", hint)
 
 
-def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) -> RunFolder:
+def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None, policy: str | None = None) -> RunFolder:
     """Create the folder of a new run and write its configuration and manifest.
 
-    `recipe` is the recipe argument. Uses `run.dir`, or the next free `runs/NAME-N`. Raises UserError if
-    the folder exists and is not empty.
+    `recipe` is the recipe argument, `policy` the digest of the weights that sample all of its rollouts. Uses `run.dir`,
+    or the next free `runs/NAME-N`. Raises UserError if the folder exists and is not empty.
     """
     check_new(config)
     free = (path for n in itertools.count(1) if not (path := Path("runs") / f"{name}-{n}").exists())
@@ -108,6 +108,7 @@ def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) ->
     manifest = {
         "kind": kind,
         "recipe": recipe,
+        "policy": policy,
         "settings": num_settings(text),
         "command": sys.argv,
         "seed": config.run.seed,
@@ -128,6 +129,29 @@ def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None) ->
         text = f"Cannot create the run folder {path}: {error.strerror}."
         raise StorageError(text, "Choose another with --run.dir.") from error
     return RunFolder(path)
+
+
+def sessions_folder(config: Config, policy: str) -> RunFolder:
+    """Return the folder `run.dir` for sessions of a policy, created if it is missing.
+
+    Raises UserError if it is another kind of run, or has sessions of other weights.
+    """
+    folder = RunFolder(Path(config.run.dir or ""))
+    if not folder.config.is_file():
+        return new_run(config, "sessions", "sessions", policy=policy)
+    folder.check()
+    if kind_of(folder) != "sessions" or _read_json(folder.path / "run.json").get("policy") != policy:
+        text = f"{folder.path} is not a folder with sessions of these weights."
+        raise UserError(text, "Name a new folder with --record.")
+    return folder
+
+
+def policy_path(folder: RunFolder) -> Path | None:
+    """Return the newest checkpoint of a run, otherwise the model that it started from if that is a local folder."""
+    if found := list_checkpoints(folder.checkpoints):
+        return found[-1][1]
+    path = folder.load_config().model.path
+    return Path(path) if path is not None and Path(path).is_dir() else None
 
 
 def check_new(config: Config) -> None:

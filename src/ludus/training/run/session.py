@@ -33,7 +33,7 @@ from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.scheduler import SamplingPlan, Scheduler, engine_scheduler
 from ludus.training.run.preflight import check_rows, model_path
-from ludus.training.run.run_dir import RunFolder, list_checkpoints
+from ludus.training.run.run_dir import RunFolder, policy_path
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -196,12 +196,12 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
 
 def check_tokenizer(run: RunFolder, session: TrainingSession) -> None:
     """Raise UserError if a run sampled with another vocabulary, as far as its checkpoints show."""
-    checkpoints = list_checkpoints(run.checkpoints)
-    if not checkpoints:
+    path = policy_path(run)
+    if path is None:
         return
-    vocabulary = load_tokenizer(str(checkpoints[-1][1]), needs_template=False).get_vocab()
+    vocabulary = load_tokenizer(str(path), needs_template=False).get_vocab()
     if vocabulary != session.tokenizer.get_vocab():
-        hint = f"Train the model that sampled it, for example --model {checkpoints[-1][1]}."
+        hint = f"Train the model that sampled it, for example --model {path}."
         raise UserError(f"The run {run.path} sampled with a different vocabulary from this model's.", hint)
 
 
