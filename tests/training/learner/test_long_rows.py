@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import importlib
+import re
+from pathlib import Path
+
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -70,3 +74,17 @@ def test_gradients_of_two_halves_of_the_actions_add_up():
     halves = {name: (first[name] + second[name]) / 2 for name in whole}
     assert largest_difference(first, whole) > 1e-4
     assert largest_difference(halves, whole) < 1e-12
+
+
+@pytest.mark.scale
+def test_benchmark_of_a_long_step_plays_an_episode_and_measures_it(monkeypatch, tmp_path):
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[3] / "benchmarks"))
+    page = tmp_path / "page.md"
+    page.write_text("<!-- begin long step -->\n<!-- end long step -->\n")
+    importlib.import_module("long_step").main(["--calls", "6", "--page", str(page)])
+    row, exact = page.read_text().splitlines()[3], page.read_text().splitlines()[5]
+    calls, _, trained, *costs, halves, gap = (float(cell.replace(",", "")) for cell in row.strip("|").split("|"))
+    assert (calls, trained) == (6, 138)
+    assert min(costs) > 0
+    assert max(halves, gap) < 1e-4
+    assert all(float(found) < 1e-12 for found in re.findall(r"\de-\d+", exact))
