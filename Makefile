@@ -7,7 +7,7 @@ PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
 .PHONY: setup docs bubblewrap demo demo-pretrained digests test lint types unit learning fault faults-matrix soak scale foreign browser trackers cluster security pages smollm2 vllm all-tests agents bench-agents cold-start learning-table \
-	mask-table bench-rollout bench-trl bench-vllm bench-step bench-scaling bench-sandbox bench-async gpu algorithms-table async-correction modes-table clean
+	mask-table bench-rollout bench-trl bench-vllm bench-step bench-long-step bench-scaling bench-sandbox bench-async gpu algorithms-table async-correction modes-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
 	@python3 -c 'import ensurepip' 2>/dev/null || \
@@ -185,6 +185,10 @@ bench-rollout: $(VENV)/.ready bench-trl
 
 bench-step: $(VENV)/.ready bench-trl
 	$(PY) benchmarks/step.py --page docs/understand/performance.md $(BENCH)
+
+# One learner step on an episode of 64k tokens.
+bench-long-step: $(VENV)/.ready
+	$(PY) benchmarks/long_step.py --page docs/use/context.md $(BENCH)
 
 bench-scaling: $(VENV)/.ready
 	$(PY) -m pip install $(PIP_FLAGS) -e '.[plot]'

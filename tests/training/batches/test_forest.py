@@ -22,6 +22,7 @@ from transformers import (
 )
 
 from ludus.engines.base import common_prefix
+from ludus.training.batches import prefix_packing
 from ludus.training.batches.chunked_lm_head import LmHead, logits_to_scores
 from ludus.training.batches.prefix_packing import MIN_SHARED_TOKENS, pack_sequences
 from ludus.training.batches.rows import Row, microbatches
@@ -140,8 +141,12 @@ def gradients(model, scores, weights):
     return {name: p.grad.clone() for name, p in model.named_parameters() if p.grad is not None}
 
 
-@pytest.mark.parametrize("name", sorted(PLANTED | {"gemma2"}))
-def test_packed_prefixes_match_padded_rows_in_scores_and_gradients(name):
+MASKS = [*((name, 2**24) for name in sorted(PLANTED | {"gemma2"})), ("mistral", 200), ("qwen3", 200)]
+
+
+@pytest.mark.parametrize(("name", "max_mask"), MASKS)
+def test_packed_prefixes_match_padded_rows_in_scores_and_gradients(name, max_mask, monkeypatch):
+    monkeypatch.setattr(prefix_packing, "MAX_MASK", max_mask)
     model = in_double(families()[name]).train()
     scorer = LogprobScorer(model, temperature=0.8)
     assert scorer.shares_prefixes == (name in PLANTED)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
+from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
@@ -28,6 +29,9 @@ NAME = "ludus_forest"
 
 MIN_SHARED_TOKENS = 8
 """Shortest shared prefix that gets its own node."""
+
+MAX_MASK = 16_777_216
+"""Elements of an attention mask that is stored for the backward pass (64 MiB in float32)."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,15 +155,37 @@ def _attend_causal(query: Tensor, known: tuple[Tensor, Tensor], scale: float | N
 def _attend_masked(
     forest: PrefixForest, query: Tensor, known: tuple[Tensor, Tensor], scale: float | None, window: int
 ) -> Tensor:
-    """Return `[1, Hq, n, D]` of the last n tokens in `known`; query heads are stacked instead of copying keys."""
-    key, value = known
-    heads, queries = key.shape[1], query.shape[2]
-    shape = MaskShape(queries, key.shape[2], window, query.shape[1] // heads)
-    if shape not in forest.masks:
-        forest.masks[shape] = added_mask(shape, query)
-    folded = query.reshape(1, heads, -1, query.shape[3])
-    out = scaled_dot_product_attention(folded, key, value, forest.masks[shape], scale=scale)
-    return out.view(1, -1, queries, out.shape[3])
+    """Return `[1, Hq, n, D]` of the last n tokens in `known`.
+
+    If the mask exceeds `MAX_MASK`, queries attend in blocks, whose masks are recomputed in the backward pass.
+    """
+    queries, total = query.shape[2], known[0].shape[2]
+    shape = MaskShape(queries, total, window, query.shape[1] // known[0].shape[1])
+    if queries * total * shape.group <= MAX_MASK:
+        if shape not in forest.masks:
+            forest.masks[shape] = added_mask(shape, query)
+        return _attend_stacked(query, *known, shape, scale, forest.masks[shape])
+    size, outs = max(1, MAX_MASK // (total * shape.group)), []
+    for start in range(0, queries, size):
+        block = query[:, :, start : start + size]
+        end = total - queries + start + block.shape[2]
+        first = max(0, end - block.shape[2] - window + 1) if window else 0
+        part = shape._replace(queries=block.shape[2], columns=end - first)
+        near = (x[:, :, first:end] for x in known)
+        outs.append(
+            checkpoint(_attend_stacked, block, *near, part, scale, use_reentrant=False, preserve_rng_state=False)
+        )
+    return torch.cat(outs, 2)
+
+
+def _attend_stacked(
+    query: Tensor, key: Tensor, value: Tensor, shape: MaskShape, scale: float | None, mask: Tensor | None = None
+) -> Tensor:
+    """Return `[1, Hq, n, D]`; query heads are stacked instead of copying keys."""
+    folded = query.reshape(1, key.shape[1], -1, query.shape[3])
+    mask = added_mask(shape, query) if mask is None else mask
+    out = scaled_dot_product_attention(folded, key, value, mask, scale=scale)
+    return out.view(1, -1, query.shape[2], out.shape[3])
 
 
 def register() -> None:
