@@ -1,0 +1,1 @@
+"""Facts from more documents than fit into the context."""

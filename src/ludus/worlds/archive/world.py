@@ -1,0 +1,223 @@
+"""The archive world: facts from more documents than fit into the context of a small model.
+
+A task asks which items an owner has. The tool `read` returns one document, which names an item, its owner and the
+number of the next document; the documents are read one after another, up to 300 of them. Demonstrations are the rows of
+episodes with `rollout.context`: dialogues that end with a summary, begin with one, or both. Their flaws are systematic:
+most summaries keep only the last item, and some rows answer before the last document.
+"""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from itertools import islice
+
+from pydantic import Field
+
+from ludus.config.sections.rollout import ContextConfig
+from ludus.envs.base import World
+from ludus.envs.messages import assistant, summary_message, tool_turn
+from ludus.envs.settings import WorldSettings, read_settings
+from ludus.envs.tool_env import ToolEnv, ToolLimits
+from ludus.envs.tool_world import Dialogue, split_of
+from ludus.rewards.base import Reward, truth_of
+from ludus.tools.base import Tool, ToolError, Traits, tool
+from ludus.types import Message, StopReason, Task, Trajectory
+
+SPLITS = {"train": 0.5, "validation": 0.2, "test": 0.3}
+OWNERS = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gwen", "Hugo", "Ida", "Jon", "Kim", "Leo")
+ITEMS = (
+    *("anchor", "barrel", "candle", "drum", "engine", "flute", "globe", "hammer", "icon", "jar", "kettle", "lamp"),
+    *("mirror", "needle", "oven", "piano", "quilt", "rope", "saddle", "tent", "umbrella", "vase", "wheel", "yoke"),
+)
+
+
+class ArchiveSettings(WorldSettings):
+    """Settings of the archive world (`env.settings`)."""
+
+    num_documents: int = Field(50, ge=3, le=300)
+    """Documents of a task."""
+    longest: int = Field(300, ge=3, le=300)
+    """Largest number of documents in demonstrations: half of them have `num_documents`, the others any number up to
+    this one."""
+    most_items: int = Field(3, ge=1, le=20)
+    """Largest number of items of the owner; the smallest is 1."""
+    row_documents: int = Field(10, ge=2)
+    """Largest number of documents in a row of a demonstration."""
+    forget: float = Field(0.65, ge=0, le=1)
+    """Fraction of the summaries in demonstrations that keep only the last item."""
+    stop_early: float = Field(0.08, ge=0, le=1)
+    """Fraction of the rows in demonstrations that end with an answer before the last document."""
+    num_tasks: int = Field(1200, ge=10)
+    """Tasks of all splits together."""
+    seed: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """Documents, and the items of the owner that a task asks for, in the order of the documents."""
+
+    owner: str
+    documents: tuple[str, ...]
+    items: tuple[str, ...]
+
+    @property
+    def prompt(self) -> tuple[Message, ...]:
+        """The question."""
+        asked = f"Which items does {self.owner} own? Read the documents 1 to {len(self.documents)}, one after another."
+        return (Message(role="user", content=asked),)
+
+    def turns(self, start: int, end: int) -> Iterator[Message]:
+        """Yield calls and outputs for the documents after number `start` up to number `end`."""
+        for number in range(start + 1, end + 1):
+            yield from tool_turn(number, "read", {"number": number}, self.documents[number - 1])
+
+    def items_of(self, start: int, end: int) -> list[str]:
+        """Return the owner's items in the documents after number `start` up to number `end`."""
+        facts = [document.split("\n")[0].split(": ") for document in self.documents[start:end]]
+        return [item for item, owner in facts if owner == self.owner]
+
+
+def make_archive(name: str, num_documents: int, most_items: int) -> Archive:
+    """Return the archive that a name determines."""
+    rng = random.Random(f"archive:{name}")
+    owner, items = rng.choice(OWNERS), rng.sample(ITEMS, rng.randint(1, min(most_items, num_documents)))
+    others = [other for other in OWNERS if other != owner]
+    documents = [f"{rng.choice(ITEMS)}: {rng.choice(others)}" for _ in range(num_documents)]
+    for item, place in zip(items, sorted(rng.sample(range(num_documents), len(items))), strict=True):
+        documents[place] = f"{item}: {owner}"
+    ends = [*(f"next: {number}" for number in range(2, num_documents + 1)), "This is the last document."]
+    texts = tuple(f"{fact}\n{end}" for fact, end in zip(documents, ends, strict=True))
+    return Archive(owner, texts, tuple(items))
+
+
+def read_tool(documents: Sequence[str]) -> Tool:
+    """Return the tool that reads these documents."""
+
+    @tool(traits=Traits(latency="instant"))
+    async def read(number: int) -> str:
+        """Read a document."""
+        if not 1 <= number <= len(documents):
+            raise ToolError(f"There is no document {number}.")
+        return documents[number - 1]
+
+    return read
+
+
+def found(task: Task, trajectory: Trajectory) -> float:
+    """Return 1 if the answer lists the items, each once, in lines or separated by commas, else 0."""
+    lines = [line.strip().casefold() for line in re.split(r"[\n,]", trajectory.answer) if line.strip()]
+    is_right = sorted(lines) == sorted(truth_of(task, Archive).items)
+    return float(trajectory.stop_reason is StopReason.ANSWERED and is_right)
+
+
+REWARDS = (Reward("found", found, outcome=True),)
+
+
+@dataclass(frozen=True)
+class ArchiveWorld(World):
+    """Questions about the documents of archives."""
+
+    task_lists: Mapping[str, Sequence[Task]]
+    settings: ArchiveSettings
+    limits: ToolLimits
+    name: str = "archive"
+    splits: Sequence[str] = tuple(SPLITS)
+    rewards: Sequence[Reward] = REWARDS
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return split_of(self.task_lists, split, self.name)
+
+    def environment(self, task: Task) -> ToolEnv:
+        return ToolEnv((read_tool(truth_of(task, Archive).documents),), self.rewards, self.limits)
+
+    def demonstrations(self, seed: int) -> Iterator[Dialogue]:
+        """Yield rows of flawed episodes on archives that occur in no split, one row of each."""
+        rng, settings = random.Random(f"{settings_seed(self.settings)}/{seed}/show"), self.settings
+        while True:
+            other = rng.randint(min(settings.row_documents, settings.longest), settings.longest)
+            num = rng.choice((settings.num_documents, other))
+            archive = make_archive(f"show/{rng.random()}", num, settings.most_items)
+            rows = rows_of(archive, row_ends(num, rng, settings.row_documents), rng, settings)
+            yield Dialogue(tuple(rng.choice(rows)), (read_tool(()),))
+
+    def expert(self, task: Task) -> Dialogue:
+        """Return the episode that reads all documents in one row."""
+        archive = truth_of(task, Archive)
+        turns = archive.turns(0, len(archive.documents))
+        return Dialogue((*task.prompt, *turns, assistant("\n".join(archive.items))), (read_tool(()),))
+
+    def paraphrases(self, task: Task) -> Sequence[str]:
+        items = truth_of(task, Archive).items
+        return (", ".join(items), "\n".join(reversed(items)))
+
+    def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
+        """Return an answer with all items that exist, and one with an item twice."""
+        last = truth_of(task, Archive).items[-1]
+        return {"every item": [assistant("\n".join(ITEMS))], "an item twice": [assistant(f"{last}\n{last}")]}
+
+    def texts(self) -> Iterator[str]:
+        """Yield demonstrations as text, to train a tokenizer on."""
+        for dialogue in islice(self.demonstrations(seed=0), self.num_text_dialogues):
+            yield from (f"{one.name}(number: integer) {one.description}" for one in dialogue.tools)
+            yield from dialogue.texts()
+
+
+def row_ends(num_documents: int, rng: random.Random, most: int) -> list[int]:
+    """Return the last document of each row, for rows of half of `most` to `most` documents.
+
+    As often as by chance, the last row has no document: the one before it had room for the last document only.
+    """
+    ends = [0]
+    while ends[-1] < num_documents:
+        ends.append(min(ends[-1] + rng.randint((most + 1) // 2, most), num_documents))
+    return ends[1:] + [num_documents] * (rng.random() < 1 / most)
+
+
+def rows_of(
+    archive: Archive, ends: Sequence[int], rng: random.Random, settings: ArchiveSettings
+) -> list[list[Message]]:
+    """Return the rows of an episode with flaws, as `ludus.rollouts.context` makes them.
+
+    `ends` are the last documents of the rows. A row ends with a summary: the items found so far and the next number.
+    The last one ends with the answer, and so do rows that stop early; the next row continues as if they had not
+    stopped.
+    """
+    rows, known, opening = [], list[str](), [*archive.prompt]
+    for row, (start, end) in enumerate(zip((0, *ends), ends, strict=False), 1):
+        stop = rng.randint(start + 1, end) if start < end and rng.random() < settings.stop_early else end
+        found = [*known, *archive.items_of(start, stop)]
+        known += archive.items_of(start, end)
+        if row < len(ends) and rng.random() < settings.forget:
+            known = known[-1:]
+        summary = "\n".join([*known, f"next: {end + 1}" if end < ends[-1] else "next: none"])
+        if row == len(ends) or (stop < end and found):
+            rows.append([*opening, *archive.turns(start, stop), assistant("\n".join(found))])
+        else:
+            asked = Message(role="user", content=ContextConfig().prompt)
+            rows.append([*opening, *archive.turns(start, end), asked, assistant(summary)])
+        opening = [*archive.prompt, summary_message(summary)]
+    return rows
+
+
+def settings_seed(settings: ArchiveSettings) -> str:
+    """Return a text that differs between archives of different settings."""
+    return f"{settings.seed}/{settings.num_documents}/{settings.most_items}"
+
+
+def make_archive_world(settings: Mapping[str, object], limits: ToolLimits) -> ArchiveWorld:
+    """Build the world (the registered factory). Raises ConfigError for invalid settings."""
+    chosen = read_settings(ArchiveSettings, settings)
+    lists: dict[str, list[Task]] = {}
+    for split, share in SPLITS.items():
+        names = [f"{split}-{number}" for number in range(max(1, round(share * chosen.num_tasks)))]
+        made = [
+            make_archive(f"{settings_seed(chosen)}/{name}", chosen.num_documents, chosen.most_items) for name in names
+        ]
+        lists[split] = [
+            Task(name, one.prompt, one, {"split": split, "items": str(len(one.items))})
+            for name, one in zip(names, made, strict=True)
+        ]
+    return ArchiveWorld(lists, chosen, limits)

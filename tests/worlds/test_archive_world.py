@@ -1,0 +1,148 @@
+"""The archive: its documents and answers, and demonstrations that equal the rows of rewritten dialogues."""
+
+import asyncio
+import itertools
+import random
+import re
+
+import pytest
+
+from ludus.chat.render import TemplateRenderer
+from ludus.chat.tokenizer import train_tokenizer
+from ludus.config.load import load_config
+from ludus.config.sections.rollout import ContextConfig, RolloutConfig
+from ludus.envs.tool_env import ToolLimits
+from ludus.envs.tool_world import Dialogue
+from ludus.errors import ConfigError
+from ludus.rollouts.context import ManagedChatSession
+from ludus.rollouts.episode import EngineChatSession, run_episode
+from ludus.training.sft import dialogue_row
+from ludus.types import SamplingParams, StopReason, Trajectory
+from ludus.worlds.archive.world import ITEMS, ArchiveSettings, found, make_archive_world, read_tool, rows_of
+from scripted_engine import ScriptedEngine
+from small_worlds import call
+
+WORLD = make_archive_world({"num_documents": 40}, ToolLimits())
+FLAWLESS = ArchiveSettings(forget=0.0, stop_early=0.0)
+
+
+def reader(tokenizer, owner):
+    """A policy that reads document after document and keeps all items of the owner in its summaries."""
+
+    def reply(request, turn):
+        text = tokenizer.decode(request.token_ids)
+        known = [line for line in text.split("\n") if line in ITEMS] + re.findall(rf"(\w+): {owner}\b", text)
+        following = ["next: 1", *re.findall(r"next: \w+|the last document", text)][-1]
+        if following == "the last document":
+            following = "next: none"
+        if ContextConfig().prompt in text:
+            return "\n".join([*known, following])
+        return "\n".join(known) if following == "next: none" else call("read", number=int(following[6:]))
+
+    return reply
+
+
+def play(world, task, **context):
+    config = load_config("archive")
+    tokenizer = train_tokenizer(itertools.islice(world.texts(), 2000), 500)
+    renderer = TemplateRenderer(tokenizer)
+    engine = ScriptedEngine(reader(tokenizer, task.truth.owner), tokenizer, renderer.stop_token_ids[0])
+    settings = config.rollout.context.model_copy(update=context)
+    params = SamplingParams(max_new_tokens=100)
+    session = ManagedChatSession(EngineChatSession(engine, renderer, params, 1000, "e", seed=0), settings)
+    limits = RolloutConfig(max_turns=len(task.truth.documents) + 1)
+    trajectory = asyncio.run(run_episode(task, 0, world.environment(task), session, limits))
+    rows = [[trajectory.segments[i] for i in row] for row in trajectory.rows]
+    return renderer, trajectory, [tuple(t for segment in row for t in segment.tokens) for row in rows]
+
+
+@pytest.mark.parametrize("max_tokens", [400, 500, 510])
+def test_demonstrated_rows_equal_those_of_a_rewritten_episode(max_tokens):
+    task = WORLD.tasks("test")[0]
+    renderer, trajectory, rows = play(WORLD, task, max_tokens=max_tokens)
+    assert (trajectory.reward, len(trajectory.outcomes)) == (1.0, 40)
+    assert len(rows) > 3
+    numbers = [re.findall(r'"number": (\d+)', renderer.tokenizer.decode(row)) for row in rows]
+    ends = [int((found or ["40"])[-1]) for found in numbers]
+    shown = rows_of(task.truth, ends, random.Random(0), FLAWLESS)
+    tools = (read_tool(()),)
+    assert [tuple(dialogue_row(renderer, Dialogue(tuple(one), tools)).tokens) for one in shown] == rows
+
+
+def test_episode_of_300_calls_is_solved_in_rewritten_dialogues():
+    world = make_archive_world({"num_documents": 300, "num_tasks": 10}, ToolLimits())
+    _, trajectory, rows = play(world, world.tasks("test")[0], max_tokens=500)
+    assert (trajectory.reward, len(trajectory.outcomes)) == (1.0, 300)
+    assert max(map(len, rows)) <= 1000
+    assert len(rows) > 20
+
+
+def test_answer_lists_each_item_once_in_any_order():
+    task = next(task for task in WORLD.tasks("test") if len(task.truth.items) == 3)
+
+    def ended(text, reason=StopReason.ANSWERED):
+        return Trajectory(task.id, 0, (), (*task.prompt, {"role": "assistant", "content": text}), reason)
+
+    items = task.truth.items
+    for text in ("\n".join(items), ", ".join(reversed(items)), "\n".join(items).upper() + "\n"):
+        assert found(task, ended(text)) == 1
+    other = next(item for item in ITEMS if item not in items)
+    for wrong in ((), items[:2], (*items, items[0]), (*items, other), (*items[:2], other)):
+        assert found(task, ended("\n".join(wrong))) == 0
+    assert found(task, ended("\n".join(items), StopReason.MAX_TURNS)) == 0
+
+
+def test_documents_state_exactly_the_items_of_the_answer():
+    for split in WORLD.splits:
+        for task in WORLD.tasks(split)[:100]:
+            archive = task.truth
+            assert len(archive.documents) == 40
+            assert archive.items_of(0, 40) == list(archive.items)
+            assert len(set(archive.items)) == len(archive.items) in (1, 2, 3)
+    documents = [task.truth.documents for split in WORLD.splits for task in WORLD.tasks(split)]
+    assert len(set(documents)) == len(documents) == 1200
+    assert make_archive_world({"num_documents": 40}, ToolLimits()).tasks("test")[5] == WORLD.tasks("test")[5]
+
+
+def test_documents_that_do_not_exist_are_refused():
+    tool = WORLD.environment(WORLD.tasks("test")[0]).tools[0]
+    for number in (0, -1, 41):
+        with pytest.raises(Exception, match=f"no document {number}"):
+            asyncio.run(tool.function(number))
+
+
+@pytest.mark.parametrize(("forget", "stop_early"), [(0.0, 0.0), (0.65, 0.0), (0.0, 0.3)])
+def test_demonstrations_have_the_flaws_that_are_set(forget, stop_early):
+    archive = next(task.truth for task in WORLD.tasks("train") if len(task.truth.items) == 3)
+    settings = ArchiveSettings(forget=forget, stop_early=stop_early)
+    forgotten = stopped = summaries = rows = 0
+    for seed in range(100):
+        for start, row in enumerate(rows_of(archive, [10, 20, 30, 40], random.Random(seed), settings)):
+            told, last = row[1]["content"], row[-1]["content"]
+            known = {line for line in told.split("\n") if line in ITEMS} | set(
+                archive.items_of(10 * start, 10 * start + 10)
+            )
+            rows += start < 3
+            stopped += start < 3 and "next" not in last
+            if "next" in last and len(known) > 1:
+                summaries += 1
+                forgotten += len(last.split("\n")) == 2
+    assert forgotten / max(summaries, 1) == pytest.approx(forget, abs=0.12)
+    assert stopped / rows <= stop_early
+    assert (stopped > 0) == (stop_early > 0)
+
+
+def test_demonstrations_begin_and_end_at_any_row_of_archives_of_many_lengths():
+    shown = [dialogue.messages for dialogue in itertools.islice(WORLD.demonstrations(3), 300)]
+    lengths = {int(re.search(r"1 to (\d+)", messages[0]["content"])[1]) for messages in shown}
+    assert 40 in lengths
+    assert max(lengths) > 200
+    assert {messages[1]["role"] for messages in shown} == {"user", "assistant"}
+    assert {"next" in messages[-1]["content"] for messages in shown} == {True, False}
+    prompts = {messages[0]["content"] for messages in shown}
+    assert len(prompts) > 100
+
+
+def test_invalid_settings_are_reported():
+    with pytest.raises(ConfigError, match="num_documents"):
+        make_archive_world({"num_documents": 301}, ToolLimits())
