@@ -63,10 +63,9 @@ def last(path: Path, sampling: str) -> Evaluation:
 
 
 def tokens(path: Path) -> float:
-    """Return the sampled tokens of a run, in millions."""
-    return (
-        sum(dict(row.metrics).get("rollout/action_tokens", 0.0) for row in read_metrics(path / "metrics.jsonl")) / 1e6
-    )
+    """Return the mean number of tokens that an episode of a run sampled."""
+    lengths = [row.metrics["response_length/mean"] for row in read_metrics(path / "metrics.jsonl")]
+    return sum(lengths) / len(lengths)
 
 
 def gap(found: Sequence[Evaluation], other: Sequence[Evaluation]) -> str:
@@ -83,14 +82,14 @@ def gap(found: Sequence[Evaluation], other: Sequence[Evaluation]) -> str:
 def report(before: Found, after: Found, sampled: Mapping[str, float]) -> str:
     """Return a table with a row for each arm, with the gain and the difference to `trained`."""
     names = "arm", "cold start", "by seed", "over seeds", "gain, over tasks", "over seeds"
-    names += "less `trained`, over tasks", "over seeds", "sampled tokens"
+    names += "less `trained`, over tasks", "over seeds", "tokens per episode"
     lines = [f"| {' | '.join(names)} |", "|---" * len(names) + "|"]
     for arm, found in after.items():
         rates = ", ".join(f"{100 * one.rate:.1f}" for one in found)
         less = " | " if arm == "trained" else gap(found, after["trained"])
         lines.append(
             f"| {arm} | {100 * before[arm][0].rate:.1f} | {rates} | {over_seeds(list(found))} "
-            f"| {gap(found, before[arm])} | {less} | {sampled[arm]:.1f} M |"
+            f"| {gap(found, before[arm])} | {less} | {sampled[arm]:,.0f} |"
         )
     return "\n".join(lines)
 
@@ -99,7 +98,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train and evaluate what is missing, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(".bench/long_episodes"))
-    parser.add_argument("--steps", type=int, default=30)
+    parser.add_argument("--steps", type=int, default=12)
     parser.add_argument("--seeds", type=int, default=3)
     parser.add_argument("--tasks", type=int, default=200, help="tasks of the split `test`")
     parser.add_argument("--long", type=int, default=300, help="documents of the longest archives")

@@ -26,18 +26,22 @@ WORLD = make_archive_world({"num_documents": 40}, ToolLimits())
 FLAWLESS = ArchiveSettings(forget=0.0, stop_early=0.0)
 
 
-def reader(tokenizer, owner):
-    """A policy that reads document after document and keeps all items of the owner in its summaries."""
+def reader(tokenizer):
+    """A policy that reads document after document and keeps all missing items in its summaries."""
 
     def reply(request, turn):
         text = tokenizer.decode(request.token_ids)
-        known = [line for line in text.split("\n") if line in ITEMS] + re.findall(rf"(\w+): {owner}\b", text)
+        found = re.findall(r"(\w+): missing\b", text)
+        known = list(dict.fromkeys([*(line for line in text.split("\n") if line in ITEMS), *found]))
         following = ["next: 1", *re.findall(r"next: \w+|the last document", text)][-1]
         if following == "the last document":
             following = "next: none"
         if ContextConfig().prompt in text:
             return "\n".join([*known, following])
-        return "\n".join(known) if following == "next: none" else call("read", number=int(following[6:]))
+        if following == "next: none":
+            return "\n".join(known)
+        note = re.findall(r"tool\n(\w+): missing\n[^\n]*\n[^\n]*\n$", text)
+        return "\n".join([*note, call("read", number=int(following[6:]))])
 
     return reply
 
@@ -46,7 +50,7 @@ def play(world, task, **context):
     config = load_config("archive")
     tokenizer = train_tokenizer(itertools.islice(world.texts(), 2000), 500)
     renderer = TemplateRenderer(tokenizer)
-    engine = ScriptedEngine(reader(tokenizer, task.truth.owner), tokenizer, renderer.stop_token_ids[0])
+    engine = ScriptedEngine(reader(tokenizer), tokenizer, renderer.stop_token_ids[0])
     settings = config.rollout.context.model_copy(update=context)
     params = SamplingParams(max_new_tokens=100)
     session = ManagedChatSession(EngineChatSession(engine, renderer, params, 1000, "e", seed=0), settings)
@@ -139,8 +143,14 @@ def test_demonstrations_begin_and_end_at_any_row_of_archives_of_many_lengths():
     assert max(lengths) > 200
     assert {messages[1]["role"] for messages in shown} == {"user", "assistant"}
     assert {"next" in messages[-1]["content"] for messages in shown} == {True, False}
-    prompts = {messages[0]["content"] for messages in shown}
-    assert len(prompts) > 100
+
+
+def test_summary_after_the_last_document_is_followed_by_the_answer():
+    archive = WORLD.tasks("train")[0].truth
+    first, last = rows_of(archive, [40, 40], random.Random(0), FLAWLESS)
+    assert first[-1]["content"].split("\n") == [*archive.items, "next: none"]
+    assert [message["role"] for message in last] == ["user", "user", "assistant"]
+    assert last[-1]["content"].split("\n") == list(archive.items)
 
 
 def test_invalid_settings_are_reported():

@@ -1,7 +1,7 @@
 """The archive world: facts from more documents than fit into the context of a small model.
 
-A task asks which items an owner has. The tool `read` returns one document, which names an item, its owner and the
-number of the next document; the documents are read one after another, up to 300 of them. Demonstrations are the rows of
+A task asks which items are missing. The tool `read` returns one document, which names an item, its state and the number
+of the next document; the documents are read one after another, up to 300 of them. Demonstrations are the rows of
 episodes with `rollout.context`: dialogues that end with a summary, begin with one, or both. Their flaws are systematic:
 most summaries keep only the last item, and some rows answer before the last document.
 """
@@ -27,7 +27,8 @@ from ludus.tools.base import Tool, ToolError, Traits, tool
 from ludus.types import Message, StopReason, Task, Trajectory
 
 SPLITS = {"train": 0.5, "validation": 0.2, "test": 0.3}
-OWNERS = ("Ada", "Ben", "Cleo", "Dan", "Eva", "Finn", "Gwen", "Hugo", "Ida", "Jon", "Kim", "Leo")
+ASKED, OTHERS = "missing", ("present", "lent", "sold", "broken")
+"""States of items: the one that tasks ask for, and the others."""
 ITEMS = (
     *("anchor", "barrel", "candle", "drum", "engine", "flute", "globe", "hammer", "icon", "jar", "kettle", "lamp"),
     *("mirror", "needle", "oven", "piano", "quilt", "rope", "saddle", "tent", "umbrella", "vase", "wheel", "yoke"),
@@ -43,7 +44,8 @@ class ArchiveSettings(WorldSettings):
     """Largest number of documents in demonstrations: half of them have `num_documents`, the others any number up to
     this one."""
     most_items: int = Field(3, ge=1, le=20)
-    """Largest number of items of the owner; the smallest is 1."""
+    """Largest number of missing items in tasks; the smallest is 1. Demonstrations have up to one in four documents, and
+    at most 20."""
     row_documents: int = Field(10, ge=2)
     """Largest number of documents in a row of a demonstration."""
     forget: float = Field(0.65, ge=0, le=1)
@@ -57,40 +59,42 @@ class ArchiveSettings(WorldSettings):
 
 @dataclass(frozen=True, slots=True)
 class Archive:
-    """Documents, and the items of the owner that a task asks for, in the order of the documents."""
+    """Documents, and the items that are missing, in the order of the documents."""
 
-    owner: str
     documents: tuple[str, ...]
     items: tuple[str, ...]
 
     @property
     def prompt(self) -> tuple[Message, ...]:
         """The question."""
-        asked = f"Which items does {self.owner} own? Read the documents 1 to {len(self.documents)}, one after another."
+        asked = f"Which items are {ASKED}? Read the documents 1 to {len(self.documents)}, one after another."
         return (Message(role="user", content=asked),)
 
     def turns(self, start: int, end: int) -> Iterator[Message]:
-        """Yield calls and outputs for the documents after number `start` up to number `end`."""
+        """Yield calls and outputs for the documents after number `start` up to number `end`.
+
+        A call that follows a document about a missing item begins with a note of it.
+        """
         for number in range(start + 1, end + 1):
-            yield from tool_turn(number, "read", {"number": number}, self.documents[number - 1])
+            note = "".join(self.items_of(max(start, number - 2), number - 1))
+            yield from tool_turn(number, "read", {"number": number}, self.documents[number - 1], content=note)
 
     def items_of(self, start: int, end: int) -> list[str]:
-        """Return the owner's items in the documents after number `start` up to number `end`."""
+        """Return the missing items in the documents after number `start` up to number `end`."""
         facts = [document.split("\n")[0].split(": ") for document in self.documents[start:end]]
-        return [item for item, owner in facts if owner == self.owner]
+        return [item for item, state in facts if state == ASKED]
 
 
 def make_archive(name: str, num_documents: int, most_items: int) -> Archive:
     """Return the archive that a name determines."""
     rng = random.Random(f"archive:{name}")
-    owner, items = rng.choice(OWNERS), rng.sample(ITEMS, rng.randint(1, min(most_items, num_documents)))
-    others = [other for other in OWNERS if other != owner]
-    documents = [f"{rng.choice(ITEMS)}: {rng.choice(others)}" for _ in range(num_documents)]
+    items = rng.sample(ITEMS, rng.randint(1, min(most_items, num_documents)))
+    documents = [f"{rng.choice(ITEMS)}: {rng.choice(OTHERS)}" for _ in range(num_documents)]
     for item, place in zip(items, sorted(rng.sample(range(num_documents), len(items))), strict=True):
-        documents[place] = f"{item}: {owner}"
+        documents[place] = f"{item}: {ASKED}"
     ends = [*(f"next: {number}" for number in range(2, num_documents + 1)), "This is the last document."]
     texts = tuple(f"{fact}\n{end}" for fact, end in zip(documents, ends, strict=True))
-    return Archive(owner, texts, tuple(items))
+    return Archive(texts, tuple(items))
 
 
 def read_tool(documents: Sequence[str]) -> Tool:
@@ -139,7 +143,7 @@ class ArchiveWorld(World):
         while True:
             other = rng.randint(min(settings.row_documents, settings.longest), settings.longest)
             num = rng.choice((settings.num_documents, other))
-            archive = make_archive(f"show/{rng.random()}", num, settings.most_items)
+            archive = make_archive(f"show/{rng.random()}", num, min(1 + num // 4, 20))
             rows = rows_of(archive, row_ends(num, rng, settings.row_documents), rng, settings)
             yield Dialogue(tuple(rng.choice(rows)), (read_tool(()),))
 
