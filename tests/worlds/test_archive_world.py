@@ -1,4 +1,4 @@
-"""The archive: its documents and answers, and demonstrations that equal the rows of rewritten dialogues."""
+"""The archive: its documents and counts, and demonstrations that equal the rows of rewritten dialogues."""
 
 import asyncio
 import itertools
@@ -11,37 +11,35 @@ from ludus.chat.render import TemplateRenderer
 from ludus.chat.tokenizer import train_tokenizer
 from ludus.config.load import load_config
 from ludus.config.sections.rollout import ContextConfig, RolloutConfig
+from ludus.envs.messages import SUMMARY
 from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import Dialogue
 from ludus.errors import ConfigError
 from ludus.rollouts.context import ManagedChatSession
 from ludus.rollouts.episode import EngineChatSession, run_episode
 from ludus.training.sft import dialogue_row
-from ludus.types import SamplingParams, StopReason, Trajectory
-from ludus.worlds.archive.world import ITEMS, ArchiveSettings, found, make_archive_world, read_tool, rows_of
+from ludus.types import SamplingParams
+from ludus.worlds.archive.world import COUNTS, ArchiveSettings, make_archive_world, read_tool, rows_of
 from scripted_engine import ScriptedEngine
 from small_worlds import call
 
 WORLD = make_archive_world({"num_documents": 40}, ToolLimits())
-FLAWLESS = ArchiveSettings(forget=0.0, stop_early=0.0)
+FLAWLESS = ArchiveSettings(miscount=0.0, stop_early=0.0)
 
 
 def reader(tokenizer):
-    """A policy that reads document after document and keeps all missing items in its summaries."""
+    """A policy that reads document after document and keeps the count in its summaries."""
 
     def reply(request, turn):
         text = tokenizer.decode(request.token_ids)
-        found = re.findall(r"(\w+): missing\b", text)
-        known = list(dict.fromkeys([*(line for line in text.split("\n") if line in ITEMS), *found]))
+        told = next((i for i, word in enumerate(COUNTS) if f"{SUMMARY}{word}\n" in text), 0)
+        count = COUNTS[told + text.count(": missing\n")]
         following = ["next: 1", *re.findall(r"next: \w+|the last document", text)][-1]
         if following == "the last document":
             following = "next: none"
         if ContextConfig().prompt in text:
-            return "\n".join([*known, following])
-        if following == "next: none":
-            return "\n".join(known)
-        note = re.findall(r"tool\n(\w+): missing\n[^\n]*\n[^\n]*\n$", text)
-        return "\n".join([*note, call("read", number=int(following[6:]))])
+            return f"{count}\n{following}"
+        return count if following == "next: none" else f"{count}\n{call('read', number=int(following[6:]))}"
 
     return reply
 
@@ -81,28 +79,12 @@ def test_episode_of_300_calls_is_solved_in_rewritten_dialogues():
     assert len(rows) > 20
 
 
-def test_answer_lists_each_item_once_in_any_order():
-    task = next(task for task in WORLD.tasks("test") if len(task.truth.items) == 3)
-
-    def ended(text, reason=StopReason.ANSWERED):
-        return Trajectory(task.id, 0, (), (*task.prompt, {"role": "assistant", "content": text}), reason)
-
-    items = task.truth.items
-    for text in ("\n".join(items), ", ".join(reversed(items)), "\n".join(items).upper() + "\n"):
-        assert found(task, ended(text)) == 1
-    other = next(item for item in ITEMS if item not in items)
-    for wrong in ((), items[:2], (*items, items[0]), (*items, other), (*items[:2], other)):
-        assert found(task, ended("\n".join(wrong))) == 0
-    assert found(task, ended("\n".join(items), StopReason.MAX_TURNS)) == 0
-
-
-def test_documents_state_exactly_the_items_of_the_answer():
+def test_documents_state_the_number_of_missing_items():
     for split in WORLD.splits:
         for task in WORLD.tasks(split)[:100]:
             archive = task.truth
             assert len(archive.documents) == 40
-            assert archive.items_of(0, 40) == list(archive.items)
-            assert len(set(archive.items)) == len(archive.items) in (1, 2, 3)
+            assert COUNTS[archive.count(0, 40)] == archive.accepted[0] in COUNTS[:5]
     documents = [task.truth.documents for split in WORLD.splits for task in WORLD.tasks(split)]
     assert len(set(documents)) == len(documents) == 1200
     assert make_archive_world({"num_documents": 40}, ToolLimits()).tasks("test")[5] == WORLD.tasks("test")[5]
@@ -115,25 +97,22 @@ def test_documents_that_do_not_exist_are_refused():
             asyncio.run(tool.function(number))
 
 
-@pytest.mark.parametrize(("forget", "stop_early"), [(0.0, 0.0), (0.65, 0.0), (0.0, 0.3)])
-def test_demonstrations_have_the_flaws_that_are_set(forget, stop_early):
-    archive = next(task.truth for task in WORLD.tasks("train") if len(task.truth.items) == 3)
-    settings = ArchiveSettings(forget=forget, stop_early=stop_early)
-    forgotten = stopped = summaries = rows = 0
-    for seed in range(100):
-        for start, row in enumerate(rows_of(archive, [10, 20, 30, 40], random.Random(seed), settings)):
-            told, last = row[1]["content"], row[-1]["content"]
-            known = {line for line in told.split("\n") if line in ITEMS} | set(
-                archive.items_of(10 * start, 10 * start + 10)
-            )
-            rows += start < 3
-            stopped += start < 3 and "next" not in last
-            if "next" in last and len(known) > 1:
-                summaries += 1
-                forgotten += len(last.split("\n")) == 2
-    assert forgotten / max(summaries, 1) == pytest.approx(forget, abs=0.12)
-    assert stopped / rows <= stop_early
-    assert (stopped > 0) == (stop_early > 0)
+@pytest.mark.parametrize(("miscount", "stop_early"), [(0.0, 0.0), (0.65, 0.0), (0.0, 0.3)])
+def test_demonstrations_have_the_flaws_that_are_set(miscount, stop_early):
+    archive = next(task.truth for task in WORLD.tasks("train") if task.truth.accepted == ("four",))
+    settings = ArchiveSettings(miscount=miscount, stop_early=stop_early)
+    low = stopped = summaries = 0
+    for seed in range(200):
+        before = 0
+        for number, row in enumerate(rows_of(archive, [10, 20, 30, 40], random.Random(seed), settings)[:3]):
+            said, *rest = row[-1]["content"].split("\n")
+            right = before + archive.count(10 * number, 10 * number + 10)
+            stopped += not rest
+            before = COUNTS.index(said) if rest else right
+            summaries += bool(rest) and right > 1
+            low += bool(rest) and before == right - 1
+    assert low / summaries == pytest.approx(miscount, abs=0.12)
+    assert 0.8 * stop_early <= stopped / 600 / 0.9 <= 1.1 * stop_early
 
 
 def test_demonstrations_begin_and_end_at_any_row_of_archives_of_many_lengths():
@@ -148,9 +127,9 @@ def test_demonstrations_begin_and_end_at_any_row_of_archives_of_many_lengths():
 def test_summary_after_the_last_document_is_followed_by_the_answer():
     archive = WORLD.tasks("train")[0].truth
     first, last = rows_of(archive, [40, 40], random.Random(0), FLAWLESS)
-    assert first[-1]["content"].split("\n") == [*archive.items, "next: none"]
+    assert first[-1]["content"].split("\n") == [*archive.accepted, "next: none"]
     assert [message["role"] for message in last] == ["user", "user", "assistant"]
-    assert last[-1]["content"].split("\n") == list(archive.items)
+    assert last[-1]["content"] == archive.accepted[0]
 
 
 def test_invalid_settings_are_reported():

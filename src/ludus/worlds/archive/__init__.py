@@ -1,1 +1,1 @@
-"""Facts from more documents than fit into the context."""
+"""A count over more documents than fit into the context."""

@@ -1,15 +1,15 @@
-"""The archive world: facts from more documents than fit into the context of a small model.
+"""The archive world: a count over more documents than fit into the context of a small model.
 
-A task asks which items are missing. The tool `read` returns one document, which names an item, its state and the number
-of the next document; the documents are read one after another, up to 300 of them. Demonstrations are the rows of
-episodes with `rollout.context`: dialogues that end with a summary, begin with one, or both. Their flaws are systematic:
-most summaries keep only the last item, and some rows answer before the last document.
+A task asks how many items are missing. The tool `read` returns one document, which names an item, its state and the
+number of the next document; the documents are read one after another, up to 300 of them. Each call begins with the
+count so far. Demonstrations are the rows of episodes with `rollout.context`: dialogues that end with a summary, begin
+with one, or both. Their flaws are systematic: most summaries of a count above one are too low, and some rows answer
+early.
 """
 
 from __future__ import annotations
 
 import random
-import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
@@ -23,8 +23,9 @@ from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, split_of
 from ludus.rewards.base import Reward, truth_of
+from ludus.rewards.exact_match import ExpectedAnswers, strict_match
 from ludus.tools.base import Tool, ToolError, Traits, tool
-from ludus.types import Message, StopReason, Task, Trajectory
+from ludus.types import Message, Task
 
 SPLITS = {"train": 0.5, "validation": 0.2, "test": 0.3}
 ASKED, OTHERS = "missing", ("present", "lent", "sold", "broken")
@@ -33,23 +34,23 @@ ITEMS = (
     *("anchor", "barrel", "candle", "drum", "engine", "flute", "globe", "hammer", "icon", "jar", "kettle", "lamp"),
     *("mirror", "needle", "oven", "piano", "quilt", "rope", "saddle", "tent", "umbrella", "vase", "wheel", "yoke"),
 )
+COUNTS = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight")
 
 
 class ArchiveSettings(WorldSettings):
     """Settings of the archive world (`env.settings`)."""
 
-    num_documents: int = Field(50, ge=3, le=300)
+    num_documents: int = Field(50, ge=12, le=300)
     """Documents of a task."""
-    longest: int = Field(300, ge=3, le=300)
+    longest: int = Field(300, ge=12, le=300)
     """Largest number of documents in demonstrations: half of them have `num_documents`, the others any number up to
     this one."""
-    most_items: int = Field(3, ge=1, le=20)
-    """Largest number of missing items in tasks; the smallest is 1. Demonstrations have up to one in four documents, and
-    at most 20."""
+    most_items: int = Field(4, ge=1, le=len(COUNTS) - 1)
+    """Largest number of missing items in a task; the smallest is 0."""
     row_documents: int = Field(10, ge=2)
     """Largest number of documents in a row of a demonstration."""
-    forget: float = Field(0.65, ge=0, le=1)
-    """Fraction of the summaries in demonstrations that keep only the last item."""
+    miscount: float = Field(0.65, ge=0, le=1)
+    """Fraction of the summaries in demonstrations, of those of two items or more, that state one item less."""
     stop_early: float = Field(0.08, ge=0, le=1)
     """Fraction of the rows in demonstrations that end with an answer before the last document."""
     num_tasks: int = Field(1200, ge=10)
@@ -57,44 +58,40 @@ class ArchiveSettings(WorldSettings):
     seed: int = 0
 
 
-@dataclass(frozen=True, slots=True)
-class Archive:
-    """Documents, and the items that are missing, in the order of the documents."""
+@dataclass(frozen=True)
+class Archive(ExpectedAnswers):
+    """Documents, and the number of missing items as the answer."""
 
     documents: tuple[str, ...]
-    items: tuple[str, ...]
 
     @property
     def prompt(self) -> tuple[Message, ...]:
         """The question."""
-        asked = f"Which items are {ASKED}? Read the documents 1 to {len(self.documents)}, one after another."
+        asked = f"How many items are {ASKED}? Read the documents 1 to {len(self.documents)}, one after another."
         return (Message(role="user", content=asked),)
 
-    def turns(self, start: int, end: int) -> Iterator[Message]:
+    def turns(self, start: int, end: int, count: int) -> Iterator[Message]:
         """Yield calls and outputs for the documents after number `start` up to number `end`.
 
-        A call that follows a document about a missing item begins with a note of it.
+        `count` is the number of missing items up to number `start`.
         """
         for number in range(start + 1, end + 1):
-            note = "".join(self.items_of(max(start, number - 2), number - 1))
+            note = COUNTS[count + self.count(start, number - 1)]
             yield from tool_turn(number, "read", {"number": number}, self.documents[number - 1], content=note)
 
-    def items_of(self, start: int, end: int) -> list[str]:
-        """Return the missing items in the documents after number `start` up to number `end`."""
-        facts = [document.split("\n")[0].split(": ") for document in self.documents[start:end]]
-        return [item for item, state in facts if state == ASKED]
+    def count(self, start: int, end: int) -> int:
+        """Return the number of missing items in the documents after number `start` up to number `end`."""
+        return sum(f": {ASKED}\n" in document for document in self.documents[start:end])
 
 
 def make_archive(name: str, num_documents: int, most_items: int) -> Archive:
     """Return the archive that a name determines."""
     rng = random.Random(f"archive:{name}")
-    items = rng.sample(ITEMS, rng.randint(1, min(most_items, num_documents)))
-    documents = [f"{rng.choice(ITEMS)}: {rng.choice(OTHERS)}" for _ in range(num_documents)]
-    for item, place in zip(items, sorted(rng.sample(range(num_documents), len(items))), strict=True):
-        documents[place] = f"{item}: {ASKED}"
+    places = set(rng.sample(range(num_documents), rng.randint(0, most_items)))
+    states = [ASKED if place in places else rng.choice(OTHERS) for place in range(num_documents)]
     ends = [*(f"next: {number}" for number in range(2, num_documents + 1)), "This is the last document."]
-    texts = tuple(f"{fact}\n{end}" for fact, end in zip(documents, ends, strict=True))
-    return Archive(texts, tuple(items))
+    documents = (f"{rng.choice(ITEMS)}: {state}\n{end}" for state, end in zip(states, ends, strict=True))
+    return Archive((COUNTS[len(places)],), tuple(documents))
 
 
 def read_tool(documents: Sequence[str]) -> Tool:
@@ -110,14 +107,7 @@ def read_tool(documents: Sequence[str]) -> Tool:
     return read
 
 
-def found(task: Task, trajectory: Trajectory) -> float:
-    """Return 1 if the answer lists the items, each once, in lines or separated by commas, else 0."""
-    lines = [line.strip().casefold() for line in re.split(r"[\n,]", trajectory.answer) if line.strip()]
-    is_right = sorted(lines) == sorted(truth_of(task, Archive).items)
-    return float(trajectory.stop_reason is StopReason.ANSWERED and is_right)
-
-
-REWARDS = (Reward("found", found, outcome=True),)
+REWARDS = (Reward("exact_match", strict_match, outcome=True),)
 
 
 @dataclass(frozen=True)
@@ -141,26 +131,21 @@ class ArchiveWorld(World):
         """Yield rows of flawed episodes on archives that occur in no split, one row of each."""
         rng, settings = random.Random(f"{settings_seed(self.settings)}/{seed}/show"), self.settings
         while True:
-            other = rng.randint(min(settings.row_documents, settings.longest), settings.longest)
+            other = rng.randint(12, settings.longest)
             num = rng.choice((settings.num_documents, other))
-            archive = make_archive(f"show/{rng.random()}", num, min(1 + num // 4, 20))
+            archive = make_archive(f"show/{rng.random()}", num, len(COUNTS) - 1)
             rows = rows_of(archive, row_ends(num, rng, settings.row_documents), rng, settings)
             yield Dialogue(tuple(rng.choice(rows)), (read_tool(()),))
 
     def expert(self, task: Task) -> Dialogue:
         """Return the episode that reads all documents in one row."""
         archive = truth_of(task, Archive)
-        turns = archive.turns(0, len(archive.documents))
-        return Dialogue((*task.prompt, *turns, assistant("\n".join(archive.items))), (read_tool(()),))
-
-    def paraphrases(self, task: Task) -> Sequence[str]:
-        items = truth_of(task, Archive).items
-        return (", ".join(items), "\n".join(reversed(items)))
+        turns = archive.turns(0, len(archive.documents), 0)
+        return Dialogue((*task.prompt, *turns, assistant(archive.accepted[0])), (read_tool(()),))
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
-        """Return an answer with all items that exist, and one with an item twice."""
-        last = truth_of(task, Archive).items[-1]
-        return {"every item": [assistant("\n".join(ITEMS))], "an item twice": [assistant(f"{last}\n{last}")]}
+        """Return an answer with all counts."""
+        return {"every count": [assistant(" ".join(COUNTS))]}
 
     def texts(self) -> Iterator[str]:
         """Yield demonstrations as text, to train a tokenizer on."""
@@ -170,13 +155,13 @@ class ArchiveWorld(World):
 
 
 def row_ends(num_documents: int, rng: random.Random, most: int) -> list[int]:
-    """Return the last document of each row, for rows of half of `most` to `most` documents.
+    """Return the last document of each row, for rows of 1 to `most` documents.
 
     As often as by chance, the last row has no document: the one before it had room for the last document only.
     """
     ends = [0]
     while ends[-1] < num_documents:
-        ends.append(min(ends[-1] + rng.randint((most + 1) // 2, most), num_documents))
+        ends.append(min(ends[-1] + rng.randint(1, most), num_documents))
     return ends[1:] + [num_documents] * (rng.random() < 1 / most)
 
 
@@ -185,23 +170,22 @@ def rows_of(
 ) -> list[list[Message]]:
     """Return the rows of an episode with flaws, as `ludus.rollouts.context` makes them.
 
-    `ends` are the last documents of the rows. A row ends with a summary: the items found so far and the next number.
-    The last one ends with the answer, and so do rows that stop early; the next row continues as if they had not
-    stopped.
+    `ends` are the last documents of the rows. A row ends with a summary: the count and the next number. The last one
+    ends with the answer, and so do rows that stop early; the next row continues as if they had not stopped.
     """
-    rows, known, opening = [], list[str](), [*archive.prompt]
+    rows, count, opening = [], 0, [*archive.prompt]
     for row, (start, end) in enumerate(zip((0, *ends), ends, strict=False), 1):
         stop = rng.randint(start + 1, end) if start < end and rng.random() < settings.stop_early else end
-        found = [*known, *archive.items_of(start, stop)]
-        known += archive.items_of(start, end)
-        if row < len(ends) and rng.random() < settings.forget:
-            known = known[-1:]
-        summary = "\n".join([*known, f"next: {end + 1}" if end < ends[-1] else "next: none"])
-        if row == len(ends) or (stop < end and found):
-            rows.append([*opening, *archive.turns(start, stop), assistant("\n".join(found))])
+        said = count + archive.count(start, stop)
+        turns = archive.turns(start, stop, count)
+        count += archive.count(start, end)
+        count -= row < len(ends) and count > 1 and rng.random() < settings.miscount
+        summary = f"{COUNTS[count]}\nnext: {end + 1 if end < ends[-1] else 'none'}"
+        if row == len(ends) or stop < end:
+            rows.append([*opening, *turns, assistant(COUNTS[said])])
         else:
             asked = Message(role="user", content=ContextConfig().prompt)
-            rows.append([*opening, *archive.turns(start, end), asked, assistant(summary)])
+            rows.append([*opening, *turns, asked, assistant(summary)])
         opening = [*archive.prompt, summary_message(summary)]
     return rows
 
@@ -221,7 +205,7 @@ def make_archive_world(settings: Mapping[str, object], limits: ToolLimits) -> Ar
             make_archive(f"{settings_seed(chosen)}/{name}", chosen.num_documents, chosen.most_items) for name in names
         ]
         lists[split] = [
-            Task(name, one.prompt, one, {"split": split, "items": str(len(one.items))})
+            Task(name, one.prompt, one, {"split": split, "missing": one.accepted[0]})
             for name, one in zip(names, made, strict=True)
         ]
     return ArchiveWorld(lists, chosen, limits)
