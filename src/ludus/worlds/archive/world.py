@@ -51,7 +51,7 @@ class ArchiveSettings(WorldSettings):
     """Largest number of documents in a row of a demonstration."""
     miscount: float = Field(0.65, ge=0, le=1)
     """Fraction of the summaries in demonstrations, of those of two items or more, that state one item less."""
-    stop_early: float = Field(0.08, ge=0, le=1)
+    stop_early: float = Field(0.02, ge=0, le=1)
     """Fraction of the rows in demonstrations that end with an answer before the last document."""
     num_tasks: int = Field(1200, ge=10)
     """Tasks of all splits together."""
