@@ -87,3 +87,19 @@ def test_table_shows_tagged_tasks_in_separate_columns(algorithms, monkeypatch):
     assert cells[4].startswith("10.0 [")
     assert cells[6].startswith("-25.0 [")
     assert cells[8].startswith("-90.0 [")
+
+
+def test_table_of_long_episodes_compares_arms_with_the_cold_start_and_with_trained_summaries(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    long_episodes = importlib.import_module("long_episodes")
+    rights = {"trained": (160, 170, 180), "masked": (100, 100, 100), "truncated": (20, 40, 60)}
+    after = {arm: evaluated(*rights[arm]) for arm in long_episodes.ARMS}
+    before = {arm: evaluated(80, 80, 80) for arm in rights}
+    table = long_episodes.report(before, after, dict.fromkeys(rights, 1000.0))
+    _, _, trained, masked, _ = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert trained[:3] == ["trained", "40.0", "80.0, 85.0, 90.0"]
+    assert trained[4].startswith("+45.0 [")
+    assert trained[6:8] == ["", ""]
+    assert masked[5].startswith("+10.0 [")
+    assert masked[6].startswith("-35.0 [")
+    assert masked[-1] == "1,000"

@@ -15,6 +15,7 @@ from ludus.rewards.base import score, success
 from ludus.types import Message, StopReason, Trajectory
 
 QUICK = {
+    "archive": ("archive", {"num_documents": 12}, 12),
     "functions": ("functions", {}, 12),
     "guess": ("guess", {}, 12),
     "math with a calculator": ("math", {"tool": "calculator", "num_tasks": 60}, 12),

@@ -7,9 +7,10 @@ import pytest
 from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config.schema import Config
 from ludus.config.sections.rollout import ContextConfig, RolloutConfig
+from ludus.envs.messages import SUMMARY
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
-from ludus.rollouts.dialogues.context import DROPPED, SUMMARY, ManagedChatSession, drop_outputs, last_turns
+from ludus.rollouts.dialogues.context import DROPPED, ManagedChatSession, drop_outputs, last_turns
 from ludus.rollouts.episode import run_episode
 from ludus.rollouts.ledger import RolloutKey
 from ludus.rollouts.scheduler import Episode

@@ -1,4 +1,4 @@
-"""Messages of scripted episodes: solutions, demonstrations and cheats."""
+"""Messages of scripted episodes (solutions, demonstrations and cheats), and of rewritten dialogues."""
 
 from __future__ import annotations
 
@@ -7,10 +7,18 @@ from collections.abc import Mapping
 
 from ludus.types import JSON, FunctionCall, Message, MessageToolCall
 
+SUMMARY = "Summary of the work so far:\n"
+"""Start of the message with a summary."""
+
 
 def assistant(text: str) -> Message:
     """Return an assistant message without a tool call."""
     return Message(role="assistant", content=text)
+
+
+def summary_message(summary: str) -> Message:
+    """Return the message with which a rewritten dialogue continues after the first messages."""
+    return Message(role="user", content=SUMMARY + summary.strip())
 
 
 def tool_call(call_id: str, tool: str, arguments: Mapping[str, JSON]) -> MessageToolCall:

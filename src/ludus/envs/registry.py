@@ -23,6 +23,7 @@ from ludus.sandbox.self_test import python_version
 from ludus.tools.base import Tool
 
 WORLDS: Mapping[str, str] = {
+    "archive": "ludus.worlds.archive.world:make_archive_world",
     "code": "ludus.worlds.code.world:make_code_world",
     "functions": "ludus.worlds.functions.world:make_functions_world",
     "games": "ludus.worlds.games.world:make_games_world",

@@ -128,6 +128,7 @@ def test_demonstrations_from_a_file_join_the_named_tasks(session, tmp_path):
 
 
 WORLDS_WITH_EXPERTS = {
+    "archive": {"num_documents": 12},
     "code": {},
     "functions": {"num_tasks": 40},
     "guess": {},

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ludus.config.sections.rollout import ContextConfig
 from ludus.engines.base import seed_for
+from ludus.envs.messages import summary_message
 from ludus.rollouts.episode import EngineChatSession
 from ludus.rollouts.trees import join_rows
 from ludus.tools.base import Tool
@@ -19,8 +20,6 @@ from ludus.types import Action, Message, Segment, StopReason
 
 DROPPED = "[output dropped]"
 """Text of a dropped tool output."""
-SUMMARY = "Summary of the work so far:\n"
-"""Start of the message with a summary."""
 
 
 @dataclass
@@ -94,7 +93,7 @@ class ManagedChatSession:
         summary = await self._chat.act()
         if isinstance(summary, StopReason):
             return summary
-        told = Message(role="user", content=SUMMARY + summary.message["content"].strip())
+        told = summary_message(summary.message["content"])
         kept = last_turns(self._messages[self._num_first :], self.settings.keep_turns)
         return self._next_row([*self._messages[: self._num_first], told, *kept], summarized=True)
 

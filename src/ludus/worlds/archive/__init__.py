@@ -1,0 +1,1 @@
+"""A count over more documents than fit into the context."""
