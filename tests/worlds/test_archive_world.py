@@ -6,7 +6,6 @@ import random
 import re
 
 import pytest
-from ludus.rollouts.dialogues.context import ManagedChatSession
 
 from ludus.chat.render import TemplateRenderer
 from ludus.chat.tokenizer import train_tokenizer
@@ -16,6 +15,7 @@ from ludus.envs.messages import SUMMARY
 from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import Dialogue
 from ludus.errors import ConfigError
+from ludus.rollouts.dialogues.context import ManagedChatSession
 from ludus.rollouts.episode import EngineChatSession, run_episode
 from ludus.training.sft import dialogue_row
 from ludus.types import SamplingParams
