@@ -30,7 +30,7 @@ from ludus.tools.notes import Notes, notes_tools
 from ludus.training.collection.replay_buffer import check_sources
 from ludus.training.collection.reward_mixing import check_reward_settings, reward_warnings
 from ludus.training.collection.rollout_collector import max_waits_of
-from ludus.training.credit.advantages import PROPOSER, ROLE
+from ludus.training.credit.roles import PROPOSER, ROLE
 from ludus.training.datasets.token_limits import check_prompts
 from ludus.training.rl.sync_trainer import task_order
 from ludus.training.run.preflight import check_plugins
