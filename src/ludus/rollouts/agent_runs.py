@@ -250,7 +250,8 @@ class AgentRunner:
             total_s, model_s = time.perf_counter() - begin, sum(session.seconds)
             waited_s = session.timeout.paused_s if session.timeout is not None else 0.0
             segments, turn_rewards = session.segments(), session.turn_rewards()
-            rewards = _rewards_of_agents(task, segments, session.agent_rewards)
+            rewards = _rewards_of_agents(task, segments, session.agent_rewards, stop)
+            past = self.opponents if session.opponent is not None and session.opponent.messages else None
         return Trajectory(
             task_id=task.id,
             sample=sample,
@@ -258,7 +259,7 @@ class AgentRunner:
             messages=tuple(_with_answer(session.messages or task.prompt, session.answer)),
             stop_reason=stop,
             turn_rewards=turn_rewards,
-            tags={**task.tags, **({OPPONENT_VERSION: str(self.opponents.version)} if self.opponents else {})},
+            tags={**task.tags, **({} if past is None else {OPPONENT_VERSION: str(past.version)})},
             shared_reward=True,
             agent_rewards=rewards,
             timings=Timings(total_s - waited_s, model_s - waited_s, max(0.0, total_s - model_s), begin=started),
@@ -283,9 +284,16 @@ class AgentRunner:
                 self.server.remove(session)
 
 
-def _rewards_of_agents(task: Task, segments: Sequence[Segment], rewards: Mapping[str, float]) -> dict[str, float]:
-    """Return the rewards of the agents with a turn. Raises WorldError if there are rewards, but not for all of them."""
+def _rewards_of_agents(
+    task: Task, segments: Sequence[Segment], rewards: Mapping[str, float], stop: StopReason
+) -> dict[str, float]:
+    """Return the rewards of the agents with a turn, 0 if a rollout that was cut short has none of an agent.
+
+    Raises WorldError if another rollout has rewards, but not for all agents.
+    """
     agents = {segment.agent for segment in segments} if rewards else set()
+    if stop is not StopReason.ANSWERED:
+        return {name: rewards.get(name, 0.0) for name in sorted(agents)}
     if missing := sorted(agents - rewards.keys()):
         raise WorldError(f"Task {task.id} has rewards of {', '.join(sorted(rewards))}, but not of {missing[0]}.")
     return {name: value for name, value in rewards.items() if name in agents}

@@ -15,7 +15,7 @@ from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.training.collection.opponents import OpponentPool
-from ludus.training.rl.build import train
+from ludus.training.rl.build import remove_later_steps, train
 from ludus.training.rl.validate import check_opponents
 from ludus.training.run.checkpoint import checkpoint_path
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run
@@ -62,6 +62,27 @@ def test_each_step_plays_against_a_saved_version(tmp_path):
     assert {role for role, _ in results.means} == {"opponent"}
 
 
+@pytest.mark.parametrize(("every", "size"), [(3, 1), (1, 2), (2, 3)])
+def test_versions_of_a_checkpoint_are_kept(tmp_path, every, size):
+    """A run whose last checkpoints are those of the steps 5 and 10 fails in step 19."""
+    folder = RunFolder(tmp_path)
+
+    async def opponents(first, last):
+        settings = OpponentsConfig(every=every, size=size)
+        pool, found = OpponentPool(folder.opponents, folder.checkpoints, tiny_model(), Loads(), settings, 0), {}
+        for step in range(first, last + 1):
+            await pool.begin_step(step, RoleBaselines())
+            found[step] = pool.version
+            if step in (5, 10):
+                checkpoint_path(folder.checkpoints, step).mkdir(parents=True, exist_ok=True)
+        return found
+
+    whole = asyncio.run(opponents(1, 19))
+    assert len(list(folder.opponents.iterdir())) <= 3 * size
+    remove_later_steps(folder, 10)
+    assert asyncio.run(opponents(11, 19)).items() <= whole.items()
+
+
 @pytest.mark.fault
 def test_resumed_run_has_the_same_opponents(tmp_path):
     play(tmp_path / "whole")
@@ -85,7 +106,7 @@ class Loads:
 async def chosen(folder, sampling, means, steps=200):
     """How often each of the versions 0, 1 and 2 is the opponent."""
     model, counts = tiny_model(), [0, 0, 0]
-    pool = OpponentPool(folder, model, Loads(), OpponentsConfig(every=1, size=3, sampling=sampling), 0)
+    pool = OpponentPool(folder, folder, model, Loads(), OpponentsConfig(every=1, size=3, sampling=sampling), 0)
     results = RoleBaselines(means={("opponent", str(version)): mean for version, mean in enumerate(means)})
     for version in range(3):
         with torch.no_grad():
