@@ -462,3 +462,31 @@ def test_agents_without_a_reward_have_zero_if_the_rollout_was_cut_short():
     limits = LIMITS.model_copy(update={"max_turns": 2})
     found = run(AgentRunner().run(task, 0, Debate(), lambda: make_chat(engine), limits))
     assert (found.stop_reason, found.agent_rewards) == (StopReason.MAX_TURNS, {"con": 0.0, "pro": 0.5})
+
+
+def test_text_prompts_do_not_fork_from_a_row_without_a_committed_reply():
+    async def dialogue():
+        _, session = session_of(*"abcde")
+
+        async def complete(prompt):
+            return await session.sample((), limits=ReplyLimits(prompt=prompt))
+
+        (await complete("one")).commit()
+        second = await complete("two")
+        second.commit()
+        begun = (*second.prompt, *second.tokens)
+        (await complete((*begun, 5))).commit()
+        await complete((*begun, 6))  # its client has disconnected
+        last = await complete((*begun, 7))
+        last.commit()
+        return row_tokens(session), (*last.prompt, *last.tokens)
+
+    rows, last = run(dialogue())
+    assert rows[2] == last
+
+
+@pytest.mark.parametrize("token", [-1, 2**40])
+def test_token_that_no_tokenizer_has_is_refused(token):
+    _, session = session_of("a")
+    with pytest.raises(InvalidRequest):
+        run(session.sample((), limits=ReplyLimits(prompt=(token,))))

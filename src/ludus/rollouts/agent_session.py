@@ -44,6 +44,10 @@ MAX_REQUESTS = 10
 _OWN_ID = re.compile(r"call_\d+_\d+")  # ids that parsers assign
 
 
+# templates and tokenizers raise anything
+_UNRENDERABLE = (UserError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
+
+
 class RolloutEnded(RuntimeError):
     """Raised for a request after the end of the rollout, for example at a limit of turns or tokens."""
 
@@ -224,7 +228,7 @@ class AgentSession:
                     row, found = self._row_for(messages, tools, agent)
                 else:
                     messages, row, found = self._row_of(limits.prompt)
-            except (UserError, ValueError, TypeError, LookupError, RecursionError) as error:  # templates raise anything
+            except _UNRENDERABLE as error:
                 why = error.message if isinstance(error, UserError) else describe_error(error)
                 raise InvalidRequest(f"The messages cannot be rendered: {why}") from error
             self._rows[row].is_open = False
@@ -444,6 +448,8 @@ def _longest_start(rows: Sequence[_Row], tokens: tuple[int, ...]) -> tuple[int, 
     """Return how many tokens are the first segments of a row, that row, and its number of these segments."""
     found = [(0, False, 0, 0)]
     for number, row in enumerate(rows):
+        if row.end <= row.shared:  # nothing of it was committed
+            continue
         segments = common_segments(row.chat.segments[: row.end], tokens)
         goes_on = row.is_open and row.end == len(segments)
         found.append((len(tokens_of(segments)), goes_on, number, len(segments)))
