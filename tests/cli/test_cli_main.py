@@ -147,7 +147,7 @@ def test_resume_applies_settings_given_after_the_run_folder(tiny_run, tmp_path):
     ("words", "expected"),
     [
         (("train",), "Name a recipe"),
-        (("train", "serch"), "Unknown recipe \"serch\". Did you mean 'search'? Known: code"),
+        (("train", "serch"), "Unknown recipe \"serch\". Did you mean 'search'? Known: archive, code"),
         (("train", "nope.toml"), "The file nope.toml does not exist. Check the path; `ludus recipes` lists the"),
         (("train", "search.toml"), 'To use the recipe of that name, write "search".'),
         (("train", "search", "--training.step", "3"), "the nearest is training.steps"),

@@ -13,6 +13,7 @@ from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.envs.agent_world import AgentWorld
+from ludus.envs.base import Environment
 from ludus.errors import ConfigError, EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
 from ludus.rollouts import agent_runs
@@ -23,7 +24,7 @@ from ludus.rollouts.rollout_files import RolloutRecord, parse_rollout, rollout_l
 from ludus.rollouts.scheduler import Episode
 from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import assign_credit
-from ludus.types import Group, Message, StopReason, Trajectory
+from ludus.types import Group, Message, StopReason, Task, Trajectory
 from scripted_engine import Faults
 from small_worlds import call, echo, in_order, make_chat, renderer, scripted, tokenizer
 
@@ -439,3 +440,53 @@ def test_agents_with_equal_dialogues_have_rows_of_their_own_and_rewards_by_name(
     assert (len(found.rows), found.agent_rewards, value) == (2, {"pro": 1.0, "con": 0.0}, 0.5)
     with pytest.raises(WorldError, match="rewards of pro, but not of con"):
         play(debates, "a", "b", "task 0", reward=lambda task, answer: {"pro": 1.0})
+
+
+def test_agents_without_a_reward_have_zero_if_the_rollout_was_cut_short():
+    class Debate(Environment):
+        tools, rewards = (), ()
+
+        async def start(self, task):
+            return []
+
+        async def step(self, action):
+            raise NotImplementedError
+
+        async def drive(self, task, policy):
+            await policy.chat([user("a")], agent="pro")
+            policy.agent_rewards["pro"] = 0.5
+            for _ in range(2):
+                await policy.chat([user("a")], agent="con")
+
+    task, engine = Task("t", (user("a"),), None), scripted(in_order("a", "b"))
+    limits = LIMITS.model_copy(update={"max_turns": 2})
+    found = run(AgentRunner().run(task, 0, Debate(), lambda: make_chat(engine), limits))
+    assert (found.stop_reason, found.agent_rewards) == (StopReason.MAX_TURNS, {"con": 0.0, "pro": 0.5})
+
+
+def test_text_prompts_do_not_fork_from_a_row_without_a_committed_reply():
+    async def dialogue():
+        _, session = session_of(*"abcde")
+
+        async def complete(prompt):
+            return await session.sample((), limits=ReplyLimits(prompt=prompt))
+
+        (await complete("one")).commit()
+        second = await complete("two")
+        second.commit()
+        begun = (*second.prompt, *second.tokens)
+        (await complete((*begun, 5))).commit()
+        await complete((*begun, 6))  # its client has disconnected
+        last = await complete((*begun, 7))
+        last.commit()
+        return row_tokens(session), (*last.prompt, *last.tokens)
+
+    rows, last = run(dialogue())
+    assert rows[2] == last
+
+
+@pytest.mark.parametrize("token", [-1, 2**40])
+def test_token_that_no_tokenizer_has_is_refused(token):
+    _, session = session_of("a")
+    with pytest.raises(InvalidRequest):
+        run(session.sample((), limits=ReplyLimits(prompt=(token,))))

@@ -2,6 +2,8 @@
 
 import asyncio
 import random
+from dataclasses import replace
+from functools import partial
 from itertools import islice
 
 import pytest
@@ -11,6 +13,7 @@ from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.base import score
 from ludus.rollouts.agent_runs import AgentRunner
+from ludus.types import StopReason
 from ludus.worlds.games.kuhn import INFORMATION_SETS, Kuhn, chips, exploitability, information_set
 from ludus.worlds.games.tictactoe import TicTacToe
 from ludus.worlds.games.world import make_games_world
@@ -46,6 +49,31 @@ def test_self_play_has_a_row_and_a_reward_for_each_player():
     assert (prompts(found, "x"), prompts(found, "o"), len(found.rows)) == (3, 2, 2)
     drawn = play(world, empty, *"123546879")
     assert (drawn.agent_rewards, drawn.rewards["drawn"]) == ({"x": 0.5, "o": 0.5}, 1.0)
+
+
+class Past:
+    """A past version whose replies are longer than `most` tokens."""
+
+    version = 7
+
+    def __init__(self, most=1):
+        self.most = most
+
+    def chat(self, make):
+        chat = make_chat(scripted(lambda request, turn: "a long reply that is cut"))
+        return replace(chat, params=replace(chat.params, max_new_tokens=self.most))
+
+
+def test_opponent_that_is_cut_short_plays_on_with_random_moves_and_is_named_in_its_games_only():
+    world = world_of(opponents=["past", "self"])
+    for opponent in ("past", "self"):
+        task = next(one for one in world.tasks("train") if one.tags["opponent"] == opponent and not one.truth)
+        environment, own = world.environment(task), scripted(lambda request, turn: str(turn + 1))
+        make = partial(make_chat, own, seed=1)
+        found = asyncio.run(AgentRunner(opponents=Past()).run(task, 0, environment, make, LIMITS))
+        assert found.stop_reason is StopReason.ANSWERED
+        assert found.tags.get("opponent_version") == ("7" if opponent == "past" else None)
+        assert opponent == "self" or prompts(found, task.tags["seat"]) > 1
 
 
 @pytest.mark.parametrize("move", ["1", "10", "", "x", "5 "])

@@ -237,6 +237,22 @@ class MixedWorld(World):
         return any(member.world.emits_turn_rewards for member in self.members)
 
     @property
+    def runs_agents(self) -> bool:
+        return any(member.world.runs_agents for member in self.members)
+
+    @property
+    def needs_server(self) -> bool:
+        return any(member.world.needs_server for member in self.members)
+
+    @property
+    def needs_opponents(self) -> bool:
+        return any(member.world.needs_opponents for member in self.members)
+
+    @property
+    def roles(self) -> Sequence[str]:
+        return tuple(dict.fromkeys(role for member in self.members for role in member.world.roles))
+
+    @property
     def turn_verifier(self) -> TurnVerifier | None:
         """The verifier of the task's world; None if no world has one."""
         verifies = any(member.world.turn_verifier is not None for member in self.members)

@@ -247,9 +247,10 @@ class AgentRunner:
             if session.error is not None:
                 raise session.error
             trajectory = trajectory_of(task, sample, session, stop)
-        if self.opponents is None:
+            past = self.opponents if session.opponent is not None and session.opponent.messages else None
+        if past is None:
             return trajectory
-        return replace(trajectory, tags={**task.tags, OPPONENT_VERSION: str(self.opponents.version)})
+        return replace(trajectory, tags={**task.tags, OPPONENT_VERSION: str(past.version)})
 
     @asynccontextmanager
     async def _session(
@@ -285,14 +286,21 @@ def trajectory_of(task: Task, sample: int, session: AgentSession, stop: StopReas
         turn_rewards=session.turn_rewards(),
         tags=dict(task.tags),
         shared_reward=True,
-        agent_rewards=_rewards_of_agents(task, segments, session.agent_rewards),
+        agent_rewards=_rewards_of_agents(task, segments, session.agent_rewards, stop),
         timings=Timings(total_s - waited_s, model_s - waited_s, max(0.0, total_s - model_s), begin=started),
     )
 
 
-def _rewards_of_agents(task: Task, segments: Sequence[Segment], rewards: Mapping[str, float]) -> dict[str, float]:
-    """Return the rewards of the agents with a turn. Raises WorldError if there are rewards, but not for all of them."""
+def _rewards_of_agents(
+    task: Task, segments: Sequence[Segment], rewards: Mapping[str, float], stop: StopReason
+) -> dict[str, float]:
+    """Return the rewards of the agents with a turn, 0 if a rollout that was cut short has none of an agent.
+
+    Raises WorldError if another rollout has rewards, but not for all agents.
+    """
     agents = {segment.agent for segment in segments} if rewards else set()
+    if stop is not StopReason.ANSWERED:
+        return {name: rewards.get(name, 0.0) for name in sorted(agents)}
     if missing := sorted(agents - rewards.keys()):
         raise WorldError(f"Task {task.id} has rewards of {', '.join(sorted(rewards))}, but not of {missing[0]}.")
     return {name: value for name, value in rewards.items() if name in agents}

@@ -44,6 +44,10 @@ MAX_REQUESTS = 10
 _OWN_ID = re.compile(r"call_\d+_\d+")  # ids that parsers assign
 
 
+# templates and tokenizers raise anything
+_UNRENDERABLE = (UserError, ValueError, TypeError, LookupError, ArithmeticError, RecursionError)
+
+
 class RolloutEnded(RuntimeError):
     """Raised for a request after the end of the rollout, for example at a limit of turns or tokens."""
 
@@ -157,8 +161,7 @@ class AgentSession:
     ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     timeout: PausableTimeout | None = field(init=False, default=None)
     started: tuple[float, float] = field(init=False, default_factory=_clocks)  # since the epoch, and `perf_counter`
-    seconds: list[float] = field(init=False, default_factory=list)
-    """Seconds of each committed reply."""
+    seconds: list[float] = field(init=False, default_factory=list)  # of each committed reply
     _rows: list[_Row] = field(init=False, default_factory=list)
     _turns: dict[bytes, list[_Turn]] = field(init=False, default_factory=dict)
     _texts: RecordedTexts = field(init=False, default_factory=RecordedTexts)
@@ -230,7 +233,7 @@ class AgentSession:
                     row, found = self._row_for(messages, tools, agent)
                 else:
                     messages, row, found = self._row_of(limits.prompt)
-            except (UserError, ValueError, TypeError, LookupError, RecursionError) as error:  # templates raise anything
+            except _UNRENDERABLE as error:
                 why = error.message if isinstance(error, UserError) else describe_error(error)
                 raise InvalidRequest(f"The messages cannot be rendered: {why}") from error
             self._rows[row].is_open = False
@@ -450,6 +453,8 @@ def _longest_start(rows: Sequence[_Row], tokens: tuple[int, ...]) -> tuple[int, 
     """Return how many tokens are the first segments of a row, that row, and its number of these segments."""
     found = [(0, False, 0, 0)]
     for number, row in enumerate(rows):
+        if row.end <= row.shared:  # nothing of it was committed
+            continue
         segments = common_segments(row.chat.segments[: row.end], tokens)
         goes_on = row.is_open and row.end == len(segments)
         found.append((len(tokens_of(segments)), goes_on, number, len(segments)))

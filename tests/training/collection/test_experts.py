@@ -26,7 +26,8 @@ from ludus.rollouts.ledger import Ledger, RolloutKey
 from ludus.rollouts.rollout_files import read_rollouts
 from ludus.rollouts.scheduler import Episode
 from ludus.training.collection.demonstrations import Demonstrations, make_demonstrations
-from ludus.training.credit.advantages import EXPERT, assign_credit, record_outcomes, training_rows
+from ludus.training.credit.advantages import assign_credit, record_outcomes, training_rows
+from ludus.training.credit.roles import EXPERT
 from ludus.training.rl.build import train
 from ludus.training.rl.train_step import check_samples, filter_and_estimate
 from ludus.training.rl.validate import check_experts

@@ -14,8 +14,9 @@ from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
 from ludus.rollouts.rollout_files import RolloutRecord, parse_rollout, rollout_line
 from ludus.rollouts.scheduler import Episode
 from ludus.training.collection.filters import filter_low_variance, with_role_baselines
-from ludus.training.credit.advantages import Estimates, assign_credit, with_estimates
+from ludus.training.credit.advantages import Estimates, assign_credit, recompute_samples, with_estimates
 from ludus.training.rl.validate import check_roles
+from ludus.training.value_models.factory import bootstrap_values
 from ludus.types import Group, Segment, StopReason, Task, Trajectory
 
 TASK = Task("t", (), None)
@@ -121,6 +122,58 @@ def test_bootstrapped_values_are_those_of_the_last_row_of_each_agent():
     split = [played(0, x=1.0, o=0.0).paths()]
     found = Estimates(bootstrap=[torch.tensor([1.0, 2.0, 3.0])]).along(split)
     assert [float(one) for one in found.bootstrap] == [3.0, 2.0]
+
+
+def cut_short(sample, *agents):
+    """An episode that ended at a limit: its agents have no rewards."""
+    found = played(sample, **dict.fromkeys(agents, 0.0))
+    return replace(found, agent_rewards={}, reward=0.0, stop_reason=StopReason.MAX_TURNS)
+
+
+@pytest.mark.parametrize("preset", ["grpo", "rloo", "dr_grpo", "rae"])
+def test_agents_of_an_episode_that_ended_at_a_limit_are_compared_with_reward_zero(preset):
+    group = [episode(played(0, x=1.0, o=0.5)), episode(played(1, x=1.0, o=0.5)), episode(cut_short(2, "x", "o"))]
+    zero = [*group[:2], episode(played(2, x=0.0, o=0.0))]
+    samples, expected = assign_credit([group], PRESETS[preset]), assign_credit([zero], PRESETS[preset])
+    if preset == "rae":
+        averages = RoleBaselines(means={("g", "x"): 0.75, ("g", "o"): 0.25})
+        samples, expected = (with_role_baselines(given, "g", averages)[0] for given in (samples, expected))
+        assert samples[2].baselines == expected[2].baselines
+    assert [one.advantages for one in samples] == [one.advantages for one in expected]
+    assert preset == "rae" or max(samples[2].advantages) < 0
+
+
+@pytest.mark.parametrize("preset", ["grpo", "rloo", "hierarchical"])
+def test_agent_without_another_one_to_compare_with_has_no_advantage(preset):
+    rewards = [{"proposer": 0.5, "judge": 1.0}, {"proposer": 1.0}, {"proposer": 0.0, "worker/0": 0.25}]
+    group = [*(episode(played(i, **given)) for i, given in enumerate(rewards)), episode(cut_short(3, "proposer"))]
+    samples = assign_credit(
+        [[*group, episode(replace(played(4, x=0.0), segments=(), agent_rewards={}))]], PRESETS[preset]
+    )
+    assert all(value != 0 for one in samples[:4] for value in one.advantages[:3])
+    assert {*samples[0].advantages[3:6], *samples[2].advantages[3:6]} == {0.0}
+    assert samples[4].advantages == ()
+
+
+def test_greedy_rewards_are_those_of_the_role():
+    greedy = replace(episode(played(2, **{"x/0": 1.0, "x/1": 0.5, "o": 0.25})), greedy=True)
+    samples = assign_credit(
+        [[episode(played(0, x=1.0, o=0.0)), episode(played(1, x=0.5, o=1.0)), greedy]], PRESETS["remax"]
+    )
+    first, second, _ = values(samples[1])
+    assert (first[0], second[0]) == (0.25, -0.25)
+    changed = replace(samples[0], episode=replace(greedy, trajectory=played(2, x=0.0, o=0.0)))
+    first, second, _ = values(recompute_samples([changed, *samples[1:]], PRESETS["remax"], 0)[1])
+    assert (first[0], second[0]) == (1.0, 0.0)
+
+
+def test_episode_without_a_row_has_a_bootstrapped_value():
+    empty = Trajectory("t", 1, (), (), StopReason.PROMPT_TOO_LONG, shared_reward=True)
+    samples = assign_credit([[episode(played(0, x=1.0, o=0.0)), episode(empty)]], PRESETS["ppo"])
+    critic = None  # no episode was cut off
+    found = bootstrap_values(critic, samples, [])
+    along = Estimates(bootstrap=found).along([one.episode.trajectory.paths() for one in samples])
+    assert [one.tolist() for one in along.bootstrap] == [[0.0]] * 3
 
 
 def test_rewards_of_agents_are_stored_and_counted_by_role():

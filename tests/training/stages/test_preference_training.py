@@ -141,6 +141,28 @@ def test_a_step_yields_its_best_and_worst_branch_as_a_pair(tmp_path):
     assert pairs_of_rollouts([path], 0.0, 5, pairs_of_branches)[-1].gap == pytest.approx(first.gap)
 
 
+def test_a_step_of_an_agent_follows_the_tokens_of_its_row_only(tmp_path):
+    """Two rollouts of two rows each: the second row was sampled after its own prompt, not after the first row."""
+
+    def rows(last, agent):
+        action = Segment("action", (3,), logprobs=(-1.0,), versions=(0,))
+        second = (Segment("prompt", (5,), 1, -1, agent), replace(action, tokens=(last,), turn=1, agent=agent))
+        return (Segment("prompt", (1, 2)), action, *second)
+
+    for agent, rewards in (
+        ("policy", ({}, {})),
+        ("judge", ({"policy": 0.5, "judge": 1.0}, {"policy": 0.5, "judge": 0})),
+    ):
+        best, worst = (
+            rollout(i, 1.0 - i, segments=rows(6 + i, agent), shared_reward=True, agent_rewards=rewards[i])
+            for i in range(2)
+        )
+        path = rollouts_path(tmp_path, 1)
+        write_rollouts(path, [best, worst])
+        (pair,) = pairs_of_rollouts([path], 0.0, 99, pairs_of_branches)
+        assert (pair.chosen.tokens, pair.rejected.tokens, pair.gap) == ((5, 6), (5, 7), 1.0)
+
+
 def test_others_are_the_prompt_with_the_answers_to_another_prompt():
     one = PreferencePair("1", 1, PairSide((1, 2, 3), (False, True, True)), PairSide((1, 4), (False, True)))
     same = PreferencePair("2", 1, PairSide((1, 5), (False, True)), PairSide((1, 6), (False, True)))

@@ -21,7 +21,7 @@ from ludus.errors import UserError
 from ludus.rollouts.ledger import Ledger, RolloutKey
 from ludus.rollouts.scheduler import Episode, RolloutRequest, rollout_for, scheduler
 from ludus.tools.base import Tool
-from ludus.training.credit.advantages import EXPERT
+from ludus.training.credit.roles import EXPERT
 from ludus.training.datasets.files import read_dialogues
 from ludus.training.run.session import TrainingSession
 from ludus.types import Action, Message, Segment, StopReason, Task, ToolStatus, Trajectory

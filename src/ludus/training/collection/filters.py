@@ -26,7 +26,8 @@ from ludus.envs.base import TaskSequence
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.scheduler import Episode
 from ludus.training.batches.rows import new_actions
-from ludus.training.credit.advantages import TrainingSample, any_of_group, compared_rewards, role_of, varied_groups
+from ludus.training.credit.advantages import TrainingSample, any_of_group, compared_rewards, varied_groups
+from ludus.training.credit.roles import role_of
 from ludus.types import WORLD_TAG, Task, Trajectory
 
 _NO_RESULTS = RoleBaselines(decay=0.98, initial=0.5)

@@ -22,8 +22,7 @@ from ludus.engines.base import Engine, seed_for
 from ludus.rollouts.agent_runs import OPPONENT_VERSION
 from ludus.rollouts.episode import ChatSession, EngineChatSession
 from ludus.rollouts.scheduler import Episode
-
-_KEPT = 2  # snapshots on disk, as a multiple of the pool: a resumed run needs those of its checkpoint
+from ludus.training.run.run_dir import list_checkpoints
 
 
 @dataclass
@@ -31,6 +30,7 @@ class OpponentPool:
     """Snapshots of the trained weights in a folder, and an engine for the opponent of the current step."""
 
     folder: Path
+    checkpoints: Path
     model: nn.Module
     engine: Engine
     settings: OpponentsConfig
@@ -66,7 +66,9 @@ class OpponentPool:
         temporary = self.folder / "new"
         save_file(trained, temporary)
         temporary.replace(self._path(version))
-        for old in self._saved()[: -_KEPT * self.settings.size]:
+        saved, steps = self._saved(), (step for step, _ in list_checkpoints(self.checkpoints))
+        pools = [[one for one in saved if one <= done][-self.settings.size :] for done in (version, *steps)]
+        for old in {*saved}.difference(*pools):  # a resumed run needs those of its checkpoint
             self._path(old).unlink()
 
     def _saved(self) -> list[int]:

@@ -33,7 +33,8 @@ from ludus.training.collection.filters import (
 from ludus.training.collection.opponents import OpponentPool, updated_results
 from ludus.training.collection.reward_mixing import RewardMixer, add_extra_parts
 from ludus.training.collection.task_notes import TaskNotes
-from ludus.training.credit.advantages import TrainingSample, assign_credit, is_expert, recompute_samples, with_estimates
+from ludus.training.credit.advantages import TrainingSample, assign_credit, recompute_samples, with_estimates
+from ludus.training.credit.roles import is_expert
 from ludus.training.run.session import TrainingSession, session_scheduler
 from ludus.types import Task
 

@@ -12,6 +12,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import compress
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
@@ -40,7 +41,8 @@ from ludus.training.batches.rows import (
     transitions_of,
     turn_nodes,
 )
-from ludus.types import POLICY, Path, StopReason, Task, Trajectory
+from ludus.training.credit.roles import PROPOSAL, ROLE, alone, is_expert, role_tables, with_agent_rewards
+from ludus.types import Path, StopReason, Trajectory
 
 
 class Estimates(NamedTuple):
@@ -73,6 +75,10 @@ class Estimates(NamedTuple):
             of_paths = [row[[path.row]] for row, paths in zip(bootstrap, split, strict=True) for path in paths]
         return Estimates._make([*map(spread, per_token), of_paths])
 
+    def repeated(self, rows: Sequence[int]) -> Estimates:
+        """Return the estimates followed by copies of some rows."""
+        return Estimates._make(None if of is None else [*of, *(of[i] for i in rows)] for of in self)
+
 
 ESTIMATE_NAMES = (
     "KL to the reference",
@@ -90,29 +96,6 @@ UNKNOWN = Estimates()
 """No estimates."""
 
 
-ROLE, PROPOSAL, PROPOSER = "role", "proposal", "proposer"
-
-
-def role_of(task: Task) -> str:
-    """Return the policy's role in a task."""
-    return task.tags.get(ROLE, POLICY)
-
-
-def is_proposer(role: str) -> bool:
-    """Return whether a role is `proposer` or `proposer:KIND`."""
-    return role.partition(":")[0] == PROPOSER
-
-
-def role_tables(tasks: Sequence[Task]) -> tuple[Tensor, Tensor]:
-    """Return whether the policy proposes in each task, `[N]` bool, and the proposal's number, `[N]`."""
-    proposer = torch.tensor([is_proposer(role_of(task)) for task in tasks], dtype=torch.bool)
-    numbers: dict[str, int] = {}
-    names = [task.tags.get(PROPOSAL, task.id) for task in tasks]
-    return proposer, torch.tensor([numbers.setdefault(name, len(numbers)) for name in names])
-
-
-EXPERT = "expert"
-"""Agent name of segments not sampled by the policy."""
 CUT_OFF = frozenset({StopReason.TRUNCATED, StopReason.MAX_TOKENS})
 """Stop reasons caused by a token limit, as used by the overlong filter."""
 NO_TOKEN_WEIGHTS = "reinforce"
@@ -179,11 +162,6 @@ class TrainingSample:
         )
 
 
-def is_expert(episode: Episode) -> bool:
-    """Return whether this is an expert's episode."""
-    return any(segment.agent == EXPERT for segment in episode.trajectory.segments)
-
-
 def assign_credit(
     groups: Sequence[Sequence[Episode]], algorithm: Algorithm, max_length: int = 0, first_group: int = 0
 ) -> list[TrainingSample]:
@@ -197,7 +175,7 @@ def assign_credit(
     """
     samples: list[TrainingSample] = []
     compared: list[TrainingSample] = []
-    for number, group in enumerate(groups, start=first_group):
+    for number, group in enumerate(with_agent_rewards(groups), start=first_group):
         if any(episode.trajectory.failure for episode in group):
             samples += [TrainingSample(one, *failed_status(one, "partial_group"), number) for one in group]
         else:
@@ -214,26 +192,40 @@ def recompute_samples(samples: Sequence[TrainingSample], algorithm: Algorithm, m
 
     Recomputes baselines, filters and advantages; group numbers do not change.
     """
-    greedy = {
-        c.group: (c.episode.trajectory.reward + _punishment(c.episode.trajectory, algorithm, max_length),)
+    greedy = {c.group: c.episode.trajectory for c in samples if c.reason == BASELINE}
+    compared = [
+        replace(c, baselines=_greedy_rewards(greedy[c.group], c.episode, algorithm, max_length))
+        if c.group in greedy
+        else c
         for c in samples
-        if c.reason == BASELINE
-    }
-    compared = [replace(c, baselines=greedy.get(c.group, c.baselines)) for c in samples if c.advantages is not None]
+        if c.advantages is not None
+    ]
     recomputed = iter(_compare(compared, algorithm, max_length))
     return [sample if sample.advantages is None else next(recomputed) for sample in samples]
 
 
 def _members(group: Sequence[Episode], algorithm: Algorithm, max_length: int, number: int) -> list[TrainingSample]:
     greedy = next((episode.trajectory for episode in group if episode.greedy), None)
-    baselines = () if greedy is None else (greedy.reward + _punishment(greedy, algorithm, max_length),)
-    if algorithm.advantage_spec.has(Need.ROLE_BASELINES):
-        baselines = (0.0,)  # until the role averages are computed over the whole step
-    return [
-        TrainingSample(episode, RolloutOutcome.TRAINED, "trained", number, baselines=baselines)
-        for episode in group
-        if not episode.greedy
+    members = [
+        TrainingSample(episode, RolloutOutcome.TRAINED, "trained", number) for episode in group if not episode.greedy
     ]
+    if algorithm.advantage_spec.has(Need.ROLE_BASELINES):
+        return [replace(one, baselines=(0.0,)) for one in members]  # until the averages are computed over the step
+    if greedy is None:
+        return members
+    return [replace(m, baselines=_greedy_rewards(greedy, m.episode, algorithm, max_length)) for m in members]
+
+
+def _greedy_rewards(greedy: Trajectory, episode: Episode, algorithm: Algorithm, max_length: int) -> tuple[float, ...]:
+    """Return the greedy episode's reward with length punishment, or that of its role for each agent of an episode."""
+    if not (greedy.agent_rewards and episode.trajectory.agent_rewards):
+        return (greedy.reward + _punishment(greedy, algorithm, max_length),)
+    by_role: dict[str, list[float]] = {}
+    for path in greedy.paths():
+        value = path.trajectory.reward + _punishment(path.trajectory, algorithm, max_length)
+        by_role.setdefault(path.role, []).append(value)
+    roles = (path.role for path in episode.trajectory.paths())
+    return tuple(fmean(by_role.get(role, [greedy.reward])) for role in roles)
 
 
 def varies(group: Sequence[Episode], algorithm: Algorithm) -> bool:
@@ -244,7 +236,9 @@ def varies(group: Sequence[Episode], algorithm: Algorithm) -> bool:
 
 def _check_binary(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> None:
     for one in trajectories:
-        if invalid := [reward for reward in one.row_rewards if reward not in (0.0, 1.0)]:
+        if invalid := [
+            reward for reward in (*one.agent_rewards.values(),) or one.row_rewards if reward not in (0.0, 1.0)
+        ]:
             raise LearnerError(
                 f"The reward of {one.name} is {invalid[0]:g}, but the advantage {algorithm.advantage} needs 0 or 1.",
                 "Use another advantage or a binary outcome.",
@@ -387,7 +381,15 @@ def _advantages(
     if not any(len(one.rows) > 1 or one.agent_rewards for one in (sample.episode.trajectory for sample in samples)):
         return _chain_advantages(samples, algorithm, max_length, estimates, split)
     attempts = _path_samples(samples, split)
-    values = iter(_chain_advantages(attempts, algorithm, max_length, estimates.along(split), split))
+    spec, twins = algorithm.advantage_spec, list[int]()
+    if spec.has(Need.GROUP) and any(one.episode.trajectory.agent_rewards for one in attempts):
+        # an attempt without another one is compared with a copy, so that its advantage is 0
+        tasks = [one.episode.task for one in attempts]
+        twins = alone([one.group for one in attempts], tasks, by_proposal=spec.has(Need.PROPOSALS))
+    inputs = [*attempts, *(attempts[i] for i in twins)]
+    flat = [path for paths in split for path in paths]
+    grouped = [*split, *([flat[i]] for i in twins)]
+    values = iter(_chain_advantages(inputs, algorithm, max_length, estimates.along(split).repeated(twins), grouped))
     return [_mean_of_paths(paths, [next(values) for _ in paths]) for paths in split]
 
 

@@ -184,14 +184,16 @@ def _steps(records: Sequence[RolloutRecord], max_tokens: int) -> Steps:
     for record in records:
         if not record.is_scored:
             continue
-        for path in record.trajectory.paths():
-            history: tuple[int, ...] = ()
-            for segment in path.trajectory.segments:
+        trajectory = record.trajectory
+        for row, shared in zip(trajectory.rows, trajectory.row_rewards, strict=True):
+            segments = [trajectory.segments[i] for i in row]
+            reward, history = trajectory.agent_rewards.get(segments[-1].agent, shared), tuple[int, ...]()
+            for segment in segments:
                 if segment.kind == "action" and segment.tokens:
                     if len(history) + len(segment.tokens) > max_tokens:
                         break
                     rewards = steps.setdefault(history, {}).setdefault(segment.tokens, [])
-                    rewards.append(path.trajectory.reward)
+                    rewards.append(reward)
                 history += segment.tokens
     return steps
 

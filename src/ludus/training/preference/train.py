@@ -154,7 +154,8 @@ def _is_in_pair(record: RolloutRecord, sides: Collection[tuple[int, ...]]) -> bo
     """Return whether a record is a side of a pair, or continues one."""
     if record.trajectory.failure is not None:
         return False
-    sequences = [path.trajectory.token_ids for path in record.trajectory.paths()]
+    segments = record.trajectory.segments
+    sequences = [tuple(token for i in row for token in segments[i].tokens) for row in record.trajectory.rows]
     return any(tokens[: len(side)] == side for tokens in sequences for side in sides)
 
 

@@ -201,7 +201,7 @@ def make_opponents(session: TrainingSession, folder: RunFolder) -> OpponentPool 
     settings, seed = session.config.rollout.opponents, session.config.run.seed
     if not settings.every:
         return None
-    return OpponentPool(folder.opponents, session.model, make_engine(session), settings, seed)
+    return OpponentPool(folder.opponents, folder.checkpoints, session.model, make_engine(session), settings, seed)
 
 
 def make_notes(config: Config, folder: RunFolder, done: int) -> TaskNotes | None:

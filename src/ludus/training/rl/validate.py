@@ -30,7 +30,7 @@ from ludus.tools.notes import Notes, notes_tools
 from ludus.training.collection.replay_buffer import check_sources
 from ludus.training.collection.reward_mixing import check_reward_settings, reward_warnings
 from ludus.training.collection.rollout_collector import max_waits_of
-from ludus.training.credit.advantages import ROLE, is_proposer
+from ludus.training.credit.roles import ROLE, is_proposer
 from ludus.training.datasets.token_limits import check_prompts
 from ludus.training.rl.sync_trainer import task_order
 from ludus.training.run.preflight import check_plugins
@@ -185,9 +185,9 @@ def check_experts(config: Config, algorithm: Algorithm, world: World) -> None:
 
 def check_roles(algorithm: Algorithm, world: World) -> None:
     """Raise ConfigError if the algorithm needs proposers and solvers and no task has roles."""
-    needs_roles = algorithm.advantage_spec.has(Need.PROPOSALS)
-    has_roles = any(map(is_proposer, world.roles))
-    if needs_roles and not has_roles and not any(ROLE in task.tags for task in world.tasks("train")):
+    if not algorithm.advantage_spec.has(Need.PROPOSALS):
+        return
+    if not (any(map(is_proposer, world.roles)) or any(ROLE in task.tags for task in world.tasks("train"))):
         raise ConfigError(
             f"The advantage {algorithm.advantage} compares proposers and solvers, but no task of the world "
             f"{world.name!r} has the tag {ROLE!r}.",

@@ -107,7 +107,7 @@ def estimate_values(
 
 def bootstrap_values(value_model: Critic, samples: Sequence[TrainingSample], rows: Sequence[Row]) -> list[Tensor]:
     """Return V after the last action token of each row, 0 unless a token limit truncated the episode."""
-    scored = [torch.zeros(len(sample.episode.trajectory.rows), dtype=torch.float64) for sample in samples]
+    scored = [torch.zeros(max(1, len(sample.episode.trajectory.rows)), dtype=torch.float64) for sample in samples]
     cuts: dict[int, dict[int, int]] = {}
     ends = []
     for i, trajectory in enumerate(sample.episode.trajectory for sample in samples):

@@ -108,9 +108,7 @@ class GameEnv(Environment):
             if session is not None:
                 dialogue = dialogues[player]
                 dialogue.append(asked(game, position))
-                reply = await session.chat(dialogue, agent=game.players[player])
-                dialogue.append(reply)
-                move = reply["content"].strip()
+                move = await reply_of(session, dialogue, game.players[player], is_past=player not in agents)
             else:
                 move = game.expert_move(position, rng) if opponent == "expert" else rng.choice(game.legal(position))
             if move not in game.legal(position):
@@ -120,6 +118,18 @@ class GameEnv(Environment):
                 move = rng.choice(game.legal(position))
             position += move[0]
         policy.agent_rewards |= {game.players[player]: payoffs[player] for player in agents}
+
+
+async def reply_of(session: PolicySession, dialogue: list[Message], name: str, *, is_past: bool) -> str:
+    """Return a player's move and append its message; empty if a limit has ended the dialogue of a past version."""
+    try:
+        reply = await session.chat(dialogue, agent=name)
+    except RuntimeError:
+        if not is_past:
+            raise
+        return ""
+    dialogue.append(reply)
+    return reply["content"].strip()
 
 
 def rules_of(game: Game) -> Message:
