@@ -247,10 +247,9 @@ class AgentRunner:
             if session.error is not None:
                 raise session.error
             trajectory = trajectory_of(task, sample, session, stop)
-            past = self.opponents if session.opponent is not None and session.opponent.messages else None
-        if past is None:
+        if self.opponents is None or session.opponent is None or not session.opponent.messages:
             return trajectory
-        return replace(trajectory, tags={**task.tags, OPPONENT_VERSION: str(past.version)})
+        return replace(trajectory, tags={**task.tags, OPPONENT_VERSION: str(self.opponents.version)})
 
     @asynccontextmanager
     async def _session(

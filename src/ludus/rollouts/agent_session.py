@@ -161,7 +161,8 @@ class AgentSession:
     ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     timeout: PausableTimeout | None = field(init=False, default=None)
     started: tuple[float, float] = field(init=False, default_factory=_clocks)  # since the epoch, and `perf_counter`
-    seconds: list[float] = field(init=False, default_factory=list)  # of each committed reply
+    seconds: list[float] = field(init=False, default_factory=list)
+    """Seconds of each committed reply."""
     _rows: list[_Row] = field(init=False, default_factory=list)
     _turns: dict[bytes, list[_Turn]] = field(init=False, default_factory=dict)
     _texts: RecordedTexts = field(init=False, default_factory=RecordedTexts)
@@ -209,8 +210,7 @@ class AgentSession:
             self.client.touch()
         if self.stop is not None:
             raise RolloutEnded(self.stop)
-        if limits.prompt is None and (not messages or messages[-1]["role"] == "assistant"):
-            raise InvalidRequest("The last message must not be the assistant's.")
+        _check_request(messages, limits, agent)
         too_many = self._num_requests >= MAX_REQUESTS * self.limits.max_turns
         if too_many or self.num_turns + self._num_running >= self.limits.max_turns:
             raise self.end(StopReason.MAX_TURNS)
@@ -234,8 +234,7 @@ class AgentSession:
                 else:
                     messages, row, found = self._row_of(limits.prompt)
             except _UNRENDERABLE as error:
-                why = error.message if isinstance(error, UserError) else describe_error(error)
-                raise InvalidRequest(f"The messages cannot be rendered: {why}") from error
+                raise _not_renderable(error) from error
             self._rows[row].is_open = False
             number = len(self._rows[row].chat.segments)
             if found is not None:
@@ -292,7 +291,7 @@ class AgentSession:
     def turn_rewards(self) -> tuple[float, ...]:
         """Return the reported reward of each action of `segments`, 0 if missing; empty if none was reported."""
         segments, rows = self._forest()
-        given = self.rewards_by_place.items()
+        given = [*self.rewards_by_place.items()]  # the server adds to them on another thread
         values = {rows[row][end - 1]: value for (row, end), value in given if row in rows}
         return tuple(values.get(i, 0.0) for i, one in enumerate(segments) if one.kind == "action") if values else ()
 
@@ -435,6 +434,18 @@ class AgentSession:
             return
         *_, (_, digest) = _history_digests(self.messages, tools, one.agent)
         self._turns.setdefault(digest, []).append(_Turn(row, one.end, action.message))
+
+
+def _check_request(messages: Sequence[Message], limits: ReplyLimits, agent: str) -> None:
+    if limits.prompt is None and (not messages or messages[-1]["role"] == "assistant"):
+        raise InvalidRequest("The last message must not be the assistant's.")
+    if not agent:
+        raise InvalidRequest("The name of an agent must not be empty.")
+
+
+def _not_renderable(error: Exception) -> InvalidRequest:
+    why = error.message if isinstance(error, UserError) else describe_error(error)
+    return InvalidRequest(f"The messages cannot be rendered: {why}")
 
 
 def _log_new_row(number: int, last: Sequence[Message], messages: Sequence[Message]) -> None:

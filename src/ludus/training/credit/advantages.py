@@ -224,8 +224,7 @@ def _greedy_rewards(greedy: Trajectory, episode: Episode, algorithm: Algorithm, 
     for path in greedy.paths():
         value = path.trajectory.reward + _punishment(path.trajectory, algorithm, max_length)
         by_role.setdefault(path.role, []).append(value)
-    roles = (path.role for path in episode.trajectory.paths())
-    return tuple(fmean(by_role.get(role, [greedy.reward])) for role in roles)
+    return tuple(fmean(by_role.get(path.role, [greedy.reward])) for path in episode.trajectory.paths())
 
 
 def varies(group: Sequence[Episode], algorithm: Algorithm) -> bool:
