@@ -439,7 +439,7 @@ def test_agents_with_equal_dialogues_have_rows_of_their_own_and_rewards_by_name(
     assert [[s.agent for s in found.segments if s.kind == "action"]] == [["pro", "pro", "con"]]
     assert (len(found.rows), found.agent_rewards, value) == (2, {"pro": 1.0, "con": 0.0}, 0.5)
     with pytest.raises(InvalidRequest, match="must not be empty"):
-        run(session_of("a")[0].chat([user("x")], agent=""))
+        run(session_of("a")[1].chat([user("x")], agent=""))
     with pytest.raises(WorldError, match="rewards of pro, but not of con"):
         play(debates, "a", "b", "task 0", reward=lambda task, answer: {"pro": 1.0})
 
