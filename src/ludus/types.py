@@ -420,9 +420,10 @@ class Trajectory:
         only path and stays unchanged; with `shared_reward` the only path is a chain of all segments in row order, and
         with `agent_rewards` there is such a path for each agent, with the agent's reward.
         """
-        last = len(self.rows) - 1
-        if not self.agent_rewards and (last < 1 or self.shared_reward):
-            return [Path(self._joined(), tuple(range(self.num_action_tokens)), last)]
+        numbers = range(len(self.rows))
+        if not self.agent_rewards and (len(numbers) < 2 or self.shared_reward):
+            whole = self if len(numbers) < 2 else self._joined(numbers)
+            return [Path(whole, tuple(range(self.num_action_tokens)), len(numbers) - 1)]
         places: dict[int, range] = {}
         start = 0
         for i in dict.fromkeys(i for row in self.rows for i in row):
@@ -430,41 +431,36 @@ class Trajectory:
                 places[i] = range(start, start + len(self.segments[i].tokens))
                 start = places[i].stop
         if self.agent_rewards:
-            ends = {self.segments[row[-1]].agent: number for number, row in enumerate(self.rows)}
-            chains = [self._joined(agent) for agent in ends]
-            rows = [tuple(dict.fromkeys(i for row in self._rows_of(agent) for i in row)) for agent in ends]
+            by_agent: dict[str, list[int]] = {}
+            for number, row in enumerate(self.rows):
+                by_agent.setdefault(self.segments[row[-1]].agent, []).append(number)
+            chains, split = [self._chain_of_agent(*one) for one in by_agent.items()], [*by_agent.values()]
         else:
-            ends = {str(number): number for number in range(len(self.rows))}
             chains = [self._chain_of(number, actions) for number, actions in enumerate(self.row_actions)]
-            rows = [*self.rows]
+            split = [[number] for number in numbers]
+        rows = [dict.fromkeys(i for number in one for i in self.rows[number]) for one in split]
         found = [tuple(place for i in row if i in places for place in places[i]) for row in rows]
-        return [Path(*one) for one in zip(chains, found, ends.values(), strict=True)]
+        return [Path(chain, own, one[-1]) for chain, own, one in zip(chains, found, split, strict=True)]
 
     def attempts(self) -> list[Trajectory]:
         """Return the paths of a tree if its leaves are recorded, otherwise the trajectory itself."""
         return [path.trajectory for path in self.paths()] if self.leaves else [self]
 
-    def _rows_of(self, agent: str) -> list[tuple[int, ...]]:
-        return [row for row in self.rows if self.segments[row[-1]].agent == agent]
-
-    def _joined(self, agent: str = "") -> Trajectory:
-        """Return all rows, or those of one agent with its reward, as one chain."""
-        if len(self.rows) == 1 and not agent:
-            return self
-        numbers = [n for n, row in enumerate(self.rows) if agent in ("", self.segments[row[-1]].agent)]
+    def _joined(self, numbers: Sequence[int]) -> Trajectory:
+        """Return these rows as one chain."""
         segments = [self.segments[i] for i in dict.fromkeys(i for n in numbers for i in self.rows[n])]
         actions = list(dict.fromkeys(i for n in numbers for i in self.row_actions[n]))
-        chain = replace(
+        return replace(
             self,
             segments=tuple(replace(segment, parent=None) for segment in segments),
             turn_rewards=_select(self.turn_rewards, actions),
             anchors=_select(self.anchors, actions),
             turn_progress=_select(self.turn_progress, actions),
         )
-        if not agent:
-            return chain
+
+    def _chain_of_agent(self, agent: str, numbers: Sequence[int]) -> Trajectory:
         reward = self.agent_rewards[agent]
-        return replace(chain, reward=reward, agent_rewards={agent: reward})
+        return replace(self._joined(numbers), reward=reward, agent_rewards={agent: reward})
 
     def _chain_of(self, number: int, actions: Sequence[int]) -> Trajectory:
         chain = replace(
@@ -575,8 +571,13 @@ class Path(NamedTuple):
 
     @property
     def role(self) -> str:
-        """Role of that agent: its name up to a slash."""
-        return self.agent.partition("/")[0]
+        """Role of that agent."""
+        return role_of_agent(self.agent)
+
+
+def role_of_agent(name: str) -> str:
+    """Return the role of an agent: its name up to a slash."""
+    return name.partition("/")[0]
 
 
 def _select(values: tuple[_T, ...], indices: Sequence[int]) -> tuple[_T, ...]:

@@ -48,7 +48,7 @@ def test_tools_write_read_and_search_in_the_order_of_the_calls():
         "paris\nrome",
         "removed",
         "no note has these words",
-        "Error: there is no note 'rom'. Did you mean 'rome'?",
+        "Error: the note 'rom' does not exist. Did you mean 'rome'?",
     ]
     assert (notes.written, notes.texts) == (
         {"rome": "Rome: capital, Italy.", "paris": ""},

@@ -82,7 +82,7 @@ def test_illegal_move_loses_and_is_a_draw_for_the_other_player(move):
     task = next(task for task in world.tasks("train") if task.truth == "15")
     found = play(world, task, "2", move)
     assert found.agent_rewards == {"x": 0.5, "o": 0.0}
-    assert world.environment(task).rewards[2].name == "lost"
+    assert found.rewards == {"payoff": 0.5, "drawn": 1.0, "lost": 0.0}
 
 
 def test_moves_of_an_opponent_are_no_rows_and_depend_on_the_seed_only():
@@ -118,7 +118,7 @@ def test_exploitability_is_exact_for_known_strategies():
     assert set(nash) == set(INFORMATION_SETS)
     assert exploitability(nash) == pytest.approx(0, abs=1e-12)
     assert exploitability(dict.fromkeys(INFORMATION_SETS, 0.5)) == pytest.approx(11 / 24)
-    # against a player who always checks: bet everything, win the ante of 1, except that the second seat wins the same
+    # an opponent who bets every hand wins the ante of 1 from a player who always checks
     assert exploitability(dict.fromkeys(INFORMATION_SETS, 0.0)) == pytest.approx(1.0)
     assert exploitability(nash | {"2b": 1.0}) > 0.01
 

@@ -18,7 +18,7 @@ from ludus.diagnostics.alarms import GROUP_STD, JUDGE, UNTESTED
 from ludus.diagnostics.behavior_metrics import behavior_metrics
 from ludus.diagnostics.history import SUCCESS
 from ludus.plugins import check_numbers, find_plugin, result_error
-from ludus.types import WORLD_TAG, Group, StopReason, ToolStatus, Trajectory
+from ludus.types import WORLD_TAG, Group, StopReason, ToolStatus, Trajectory, role_of_agent
 
 SAMPLED_ENTROPY: Final = "policy/sampled_entropy"
 """Mean of `-logprob` over the action tokens of all episodes, dropped groups included, in nats: an unbiased
@@ -128,7 +128,7 @@ def _agent_metrics(finished: Sequence[Trajectory]) -> dict[str, float]:
     tokens = sum(len(s.tokens) for t in finished for s in t.segments)
     by_role: dict[str, list[float]] = {}
     for agent, value in (pair for t in finished for pair in t.agent_rewards.items()):
-        by_role.setdefault(agent.partition("/")[0], []).append(value)
+        by_role.setdefault(role_of_agent(agent), []).append(value)
     return {
         "agent/rows/mean": mean(rows),
         "agent/rows/max": float(max(rows)),

@@ -51,7 +51,7 @@ class Notes:
         """Return the text of a note. Raises ToolError, with similar titles, if there is none."""
         texts, title = self.texts, title.strip()
         if title not in texts:
-            raise ToolError(f"there is no note {title!r}. {did_you_mean(title, texts)}".strip())
+            raise ToolError(f"the note {title!r} does not exist. {did_you_mean(title, texts)}".strip())
         return texts[title]
 
     def search(self, query: str) -> str:

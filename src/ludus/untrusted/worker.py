@@ -173,4 +173,4 @@ def _respond(responses: BinaryIO, result: object) -> None:
 
 def close_pipes(process: asyncio.subprocess.Process) -> None:
     """Close the pipes of a child process that has ended; its own children may hold them open."""
-    vars(process)["_transport"].close()  # there is no public way
+    vars(process)["_transport"].close()  # `Process` has no public method for it

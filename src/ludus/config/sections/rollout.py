@@ -207,7 +207,7 @@ class OpponentsConfig(Section):
     """Past versions of the policy as opponents, in environments that play against one."""
 
     every: int = Field(0, ge=0)
-    """Number of steps between two saved versions; 0: there is no opponent."""
+    """Number of steps between two saved versions; 0 disables opponents."""
     size: int = Field(5, ge=1)
     """Number of versions of which one is the opponent of a step."""
     sampling: Literal["win_rate", "uniform"] = "win_rate"
@@ -221,7 +221,7 @@ class SubagentsConfig(Section):
     """
 
     max_depth: int = Field(0, ge=0, le=4)
-    """Levels of sub-agents: with 1 the policy may delegate, with 2 its sub-agents too; 0: nobody may."""
+    """Levels of sub-agents: with 1 the policy may delegate, with 2 its sub-agents too; 0 disables the tool."""
     max_per_agent: int = Field(4, ge=1)
     """Subtasks that an agent may delegate in an episode; more are tool errors."""
     max_turns: int = Field(4, ge=1)

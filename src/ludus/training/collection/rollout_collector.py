@@ -146,9 +146,6 @@ class RolloutCollector:
                 tasks = self._replace_trained(step, tasks, order)
             groups = await self.roll_out(step, tasks)
             rolled_out += chain(*groups)
-            if self.opponents is not None:
-                results = updated_results(self.algorithm_state.opponents, chain(*groups))
-                self.algorithm_state = replace(self.algorithm_state, opponents=results)
             first_group = max(first_group, number * num_tasks)
             samples += await self.make_samples(step, groups, first_group)
             first_group += len(groups)
@@ -156,6 +153,9 @@ class RolloutCollector:
                 break
         else:
             self._warn_short_batch(step, num_training_groups(samples), num_tasks)
+        if self.opponents is not None:
+            results = updated_results(self.algorithm_state.opponents, rolled_out)
+            self.algorithm_state = replace(self.algorithm_state, opponents=results)
         if self.notes is not None:
             self.notes.add(step, rolled_out)
         return self.apply_batch_filters(self.normalize_batch(samples))

@@ -235,9 +235,8 @@ def varies(group: Sequence[Episode], algorithm: Algorithm) -> bool:
 
 def _check_binary(trajectories: Sequence[Trajectory], algorithm: Algorithm) -> None:
     for one in trajectories:
-        if invalid := [
-            reward for reward in (*one.agent_rewards.values(),) or one.row_rewards if reward not in (0.0, 1.0)
-        ]:
+        rewards = tuple(one.agent_rewards.values()) or one.row_rewards
+        if invalid := [reward for reward in rewards if reward not in (0.0, 1.0)]:
             raise LearnerError(
                 f"The reward of {one.name} is {invalid[0]:g}, but the advantage {algorithm.advantage} needs 0 or 1.",
                 "Use another advantage or a binary outcome.",

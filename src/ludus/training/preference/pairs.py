@@ -167,12 +167,18 @@ def labels_of_rollouts(files: Sequence[Path], threshold: float | None, max_token
 def _sides_of_rows(trajectory: Trajectory) -> Iterator[tuple[PairSide, float]]:
     """Yield each row and its reward."""
     seen: set[int] = set()
-    for row, value in zip(trajectory.rows, trajectory.row_rewards, strict=True):
+    for row, reward in _rewarded_rows(trajectory):
         segments = [(i, trajectory.segments[i]) for i in row]
         tokens = tuple(token for _, one in segments for token in one.tokens)
         trains = tuple(one.kind == "action" and i not in seen for i, one in segments for _ in one.tokens)
         seen.update(row)
-        yield PairSide(tokens, trains), trajectory.agent_rewards.get(segments[-1][1].agent, value)
+        yield PairSide(tokens, trains), reward
+
+
+def _rewarded_rows(trajectory: Trajectory) -> Iterator[tuple[tuple[int, ...], float]]:
+    """Yield each row, as segment indices, and the reward of its agent or else its own."""
+    for row, own in zip(trajectory.rows, trajectory.row_rewards, strict=True):
+        yield row, trajectory.agent_rewards.get(trajectory.segments[row[-1]].agent, own)
 
 
 Steps = dict[tuple[int, ...], dict[tuple[int, ...], list[float]]]
@@ -184,11 +190,9 @@ def _steps(records: Sequence[RolloutRecord], max_tokens: int) -> Steps:
     for record in records:
         if not record.is_scored:
             continue
-        trajectory = record.trajectory
-        for row, shared in zip(trajectory.rows, trajectory.row_rewards, strict=True):
-            segments = [trajectory.segments[i] for i in row]
-            reward, history = trajectory.agent_rewards.get(segments[-1].agent, shared), tuple[int, ...]()
-            for segment in segments:
+        for row, reward in _rewarded_rows(record.trajectory):
+            history: tuple[int, ...] = ()
+            for segment in (record.trajectory.segments[i] for i in row):
                 if segment.kind == "action" and segment.tokens:
                     if len(history) + len(segment.tokens) > max_tokens:
                         break

@@ -101,7 +101,7 @@ def read_tool(documents: Sequence[str]) -> Tool:
     async def read(number: int) -> str:
         """Read a document."""
         if not 1 <= number <= len(documents):
-            raise ToolError(f"There is no document {number}.")
+            raise ToolError(f"Document {number} does not exist.")
         return documents[number - 1]
 
     return read
