@@ -93,7 +93,7 @@ def test_documents_state_the_number_of_missing_items():
 def test_documents_that_do_not_exist_are_refused():
     tool = WORLD.environment(WORLD.tasks("test")[0]).tools[0]
     for number in (0, -1, 41):
-        with pytest.raises(Exception, match=f"no document {number}"):
+        with pytest.raises(Exception, match=f"Document {number} does not exist"):
             asyncio.run(tool.function(number))
 
 
