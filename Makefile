@@ -6,7 +6,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: setup docs bubblewrap demo demo-pretrained digests test lint types unit learning fault faults-matrix soak scale foreign browser trackers cluster security pages smollm2 vllm all-tests agents bench-agents cold-start learning-table \
+.PHONY: setup docs bubblewrap demo demo-pretrained digests test lint types unit slow learning fault faults-matrix soak scale foreign browser trackers cluster security pages smollm2 vllm all-tests agents bench-agents cold-start learning-table \
 	mask-table bench-rollout bench-trl bench-vllm bench-step bench-long-step bench-scaling bench-sandbox bench-async gpu algorithms-table async-correction modes-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -53,6 +53,9 @@ unit: setup
 
 learning: $(VENV)/.ready
 	$(PY) -m pytest -m learning
+
+slow: setup
+	$(PY) -m pytest -m slow -n 2 --dist loadfile
 
 fault: $(VENV)/.ready
 	$(PY) -m pytest -m fault
@@ -143,7 +146,7 @@ bench-vllm: $(VLLM)/.ready
 vllm: $(VLLM)/.ready
 	$(PY) -m pytest -m vllm
 
-all-tests: test pages learning fault soak scale foreign browser trackers cluster security smollm2
+all-tests: test slow pages learning fault soak scale foreign browser trackers cluster security smollm2
 
 # Trains the packaged cold start from scratch in two runs: about an hour on one core.
 cold-start: $(VENV)/.ready

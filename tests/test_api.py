@@ -31,6 +31,7 @@ def run(tmp_path_factory):
     return ludus.train("search", progress=False, **tables(tmp_path_factory.mktemp("api") / "run"))
 
 
+@pytest.mark.slow
 def test_run_exposes_metrics_rollouts_evaluations_checkpoint_and_plot(run):
     assert [row["step"] for row in run.metrics] == [1, 2]
     assert len(run.rollouts) == 8

@@ -42,7 +42,7 @@ PAGES = sorted(
     for file in ROOT.glob(pattern)
 )
 LONGER = """algorithm library plugins environment learner mixtures quick_start reproducibility
-reward_models rewards behavior async_training cluster planning server stages evaluation"""
+reward_models rewards behavior async_training cluster planning server stages evaluation several_agents turns"""
 LONG = {page for page in PAGES if Path(page).stem in LONGER.split() or "/recipes/" in page}
 """Pages with slow commands, which only `make pages` runs. The other checks cover all pages."""
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.M | re.S)

@@ -132,6 +132,7 @@ def test_passages_are_a_sufficient_subset_of_the_search_world():
     assert {hop.passage for hop in hops} <= own
 
 
+@pytest.mark.slow
 def test_search_results_equal_those_of_the_search_tool():
     passages = world()[1]
     own, real = one().make_search(passages), search_tool(PassageIndex(passages)).function
@@ -141,6 +142,7 @@ def test_search_results_equal_those_of_the_search_tool():
         assert own(query, 5) == real(query, 5)
 
 
+@pytest.mark.slow
 def test_answer_normalisation_equals_that_of_the_verifier():
     for text in {a for q in world()[0] for a in q.answers} | {"  The Île-de-France! ", "a", "", "«An» x_y"}:
         assert one().normalise(text) == normalise(text)
@@ -293,6 +295,7 @@ def test_weights_after_two_updates_equal_those_of_the_learner():
         assert (own - start[name]).abs().max() > 1e-4
 
 
+@pytest.mark.slow
 def test_batched_greedy_decoding_equals_decoding_one_by_one(monkeypatch):
     """Ragged histories, of which some end early."""
     monkeypatch.setattr(one(), "MAX_NEW_TOKENS", 12)

@@ -236,6 +236,7 @@ def played(model, seed, num=48, length=6):
     return [Row(tuple(row), action, (False,) * (length + 1), zeros, zeros) for row in tokens.tolist()]
 
 
+@pytest.mark.slow
 def test_distill_training_reduces_reverse_kl_to_teacher():
     student, teacher = tiny_model(torch.float32), tiny_model(torch.float32, seed=1)
     with torch.no_grad():

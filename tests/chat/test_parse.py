@@ -608,6 +608,7 @@ def mutate(text, mutations):
     return text
 
 
+@pytest.mark.slow
 @settings(STABLE, max_examples=400)
 @given(mutated)
 def test_no_parser_raises_on_mutated_outputs(case):

@@ -105,6 +105,7 @@ def test_joined_segments_equal_tokens_of_the_whole_dialogue():
         assert OWN.decode(expected[len(tokens) :]) == "\n"
 
 
+@pytest.mark.slow
 def test_demonstrations_of_the_search_world_conform():
     world = SearchWorld()
     probes = [

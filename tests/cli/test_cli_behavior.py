@@ -9,6 +9,7 @@ from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from tiny_run import copy_run, ludus, refused
 
 
+@pytest.mark.slow
 def test_the_newest_evaluation_is_measured_and_written(tiny_run, tmp_path):
     files = ("--json", tmp_path / "b.json", "--markdown", tmp_path / "b.md")
     said = ludus("behavior", tiny_run, *files)

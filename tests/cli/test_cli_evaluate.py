@@ -248,6 +248,7 @@ def test_failed_evaluation_keeps_existing_files_in_output_folder(tiny_run, tmp_p
     assert (run / "metrics.jsonl").is_file()
 
 
+@pytest.mark.slow
 def test_a_run_with_adapters_is_reproduced_from_base_and_adapters(tiny_run, tmp_path):
     pytest.importorskip("peft")
     model = tiny_run / "checkpoints" / "step-000002"
@@ -301,6 +302,7 @@ def test_interval_of_one_task_with_several_attempts_is_0_to_100(tiny_run, tmp_pa
     assert "[0.0%, 100.0%]" in said.out
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_adapters_is_base_and_adapters(tiny_run, tmp_path):
     pytest.importorskip("peft")
     recipe, base = make_recipe(tmp_path), tiny_run / "checkpoints" / "step-000002"

@@ -103,6 +103,7 @@ def test_an_agent_is_diagnosed_through_its_endpoint(tmp_path):
     assert notes[0].startswith("The first stage that fails: chat format.")
 
 
+@pytest.mark.slow
 def test_checkpoints_of_a_run_are_compared(tiny_run, tmp_path):
     words = ("--run", tiny_run, "--tasks", "3")
     rows, notes, _ = probed(tmp_path, "forks", *words)

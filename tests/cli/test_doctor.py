@@ -165,6 +165,7 @@ def test_the_learner_cost_is_fitted_to_a_run(tmp_path):
     assert learner_cost(argparse.Namespace(costs=None, model=tmp_path / "x", endpoint=None)) is None
 
 
+@pytest.mark.slow
 def test_a_searched_prompt_is_compared_on_held_out_tasks(tiny_run):
     words = ("--tasks", "4", "--attempts", "2", "--rollout.concurrency", "8", "--optimise-prompt", "12", "--json")
     with serving(lambda body: Reply(say("```\nLook twice.\n```"))) as server:

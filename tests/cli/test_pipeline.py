@@ -147,6 +147,7 @@ settings.training.steps = 1
 """
 
 
+@pytest.mark.slow
 def test_preference_stage_after_sft_samples_its_own_rollouts(tmp_path):
     file, folder = pipeline(tmp_path, OWN_PAIRS), tmp_path / "run"
     said = ludus("pipeline", file, "--folder", folder, "--evaluation.tasks", "2", *WORDS)

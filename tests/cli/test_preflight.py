@@ -190,6 +190,7 @@ def test_config_paths_resolve_against_their_file_and_argument_paths_against_cwd(
     assert load_config(stage.recipe, stage.settings).sft.data == str(project / "data/a.jsonl")
 
 
+@pytest.mark.slow
 def test_run_copies_its_world_file_and_rejects_resume_after_world_changes(model, tmp_path, monkeypatch):
     world, recipe, run = tmp_path / "own.py", tmp_path / "own.toml", tmp_path / "run"
     shutil.copy(WORLD, world)

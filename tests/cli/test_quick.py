@@ -35,6 +35,7 @@ def test_quick_does_not_lower_settings_given_on_the_command_line():
     assert quick_cuts("preference", config, ())[0].old is None
 
 
+@pytest.mark.slow
 def test_quick_run_reports_its_cuts_and_evaluates_fewer_tasks_before_training(tiny_run, tmp_path):
     words = ("--quick", "--training.steps", 1, "--evaluation.tasks_before", 2, "--run.dir", tmp_path / "run")
     said = ludus("train", make_recipe(tmp_path), "--model", cold_start(tiny_run), *words)

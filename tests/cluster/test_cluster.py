@@ -560,6 +560,7 @@ def make_world(settings, limits):
 """
 
 
+@pytest.mark.slow
 def test_worker_process_forwards_logs_and_errors_and_reports_its_death(tmp_path, caplog):
     """No tokens: the engine that it is told of is a fake."""
     world = tmp_path / "logs.py"

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 
+import pytest
+
 from adapter_conformance import PROMPT, SCALING, factors
 from adapter_conformance import adapted as with_adapter
 from ludus.engines.base import Request
@@ -67,6 +69,7 @@ def test_adapter_versions_coexist_until_no_episode_uses_them():
     assert left == ["default", "default#3"]
 
 
+@pytest.mark.slow
 def test_run_keeping_adapter_versions_drains_episodes_only_at_the_last_step(tiny_run, tmp_path, monkeypatch):
     drains, drain = [], GroupQueue.drain
 

@@ -123,6 +123,7 @@ def on_another_processor(model):
     return model
 
 
+@pytest.mark.slow
 def test_shape_dependent_model_uses_one_pass_shape_with_identical_bits(monkeypatch):
     model = on_another_processor(build())
     requests = varied_requests(20)

@@ -448,6 +448,7 @@ def test_context_limit_bounds_prompt_and_completion_length():
         asyncio.run(engine.generate(ask([(1,) * 33], max_new_tokens=1)[0]))
 
 
+@pytest.mark.slow
 def test_completions_beyond_the_initial_buffers_match_hugging_face():
     model = build()
     histories = prompts(3, high=10)

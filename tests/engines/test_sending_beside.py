@@ -108,6 +108,7 @@ def played_by(kind, monkeypatch) -> list[RemoteLikeEngine]:
     return made
 
 
+@pytest.mark.slow
 def test_learner_continues_while_a_remote_engine_loads_weights(tiny_run, tmp_path, monkeypatch):
     made = played_by(RemoteLikeEngine, monkeypatch)
     changes = {"training__steps": STEPS, "staleness__max_staleness": BOUND, "evaluation__every": 2}
@@ -168,6 +169,7 @@ class SlowEngine(RemoteLikeEngine):
         await LocalEngine.load_weights(self, version, state)
 
 
+@pytest.mark.slow
 def test_step_timings_include_waits_for_rewards_and_transfers(tiny_run, tmp_path, monkeypatch):
     """For the rewards that settings add, and for a transfer that an evaluation waits for."""
     credit = RolloutCollector.make_samples

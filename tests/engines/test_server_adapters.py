@@ -272,6 +272,7 @@ def test_missing_or_invalid_weights_are_reported(tmp_path):
         read_weights(tmp_path)
 
 
+@pytest.mark.slow
 def test_shared_memory_folder_of_a_killed_process_is_removed(tmp_path):
     code = (
         "import os, sys; from pathlib import Path\n"

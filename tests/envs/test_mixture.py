@@ -372,6 +372,7 @@ def test_shaping_weight_limit_applies_to_each_mixture_world_separately():
 # runs
 
 
+@pytest.mark.slow
 def test_mixture_run_reports_metrics_per_world(run):
     rows = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
     for row in rows:

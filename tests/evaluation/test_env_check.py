@@ -235,6 +235,7 @@ def test_random_arguments_match_the_tool_schema():
     assert {"name" in arguments for arguments in drawn} == {True, False}
 
 
+@pytest.mark.slow
 def test_a_broken_environment_is_reported_and_training_continues():
     def raises(task, trajectory):
         raise ValueError("no verifier")
@@ -268,6 +269,7 @@ class CallCounter:
         self.phases[-1][2] += 1
 
 
+@pytest.mark.slow
 def test_a_check_reports_each_part_to_its_observer():
     seen = CallCounter()
     plan = replace(PLAN, watch=seen)

@@ -129,6 +129,7 @@ class ParaphrasingWorld(ExpertWorld):
         return (f"It is {task.truth}.", f"the answer: {task.truth}")
 
 
+@pytest.mark.slow
 def test_verifier_fails_if_it_rejects_all_paraphrases_and_passes_otherwise():
     found, said = failing(planted(right, ParaphrasingWorld))
     assert (found, said) == (
@@ -139,6 +140,7 @@ def test_verifier_fails_if_it_rejects_all_paraphrases_and_passes_otherwise():
     assert failing(lenient) == (set(), [])
 
 
+@pytest.mark.slow
 def test_a_sound_verifier_passes_every_row():
     assert failing(planted(right)) == (set(), [])
     tasks = [Task(t.id, t.prompt, ExpectedAnswers((t.truth,))) for t in made_tasks()]
@@ -146,6 +148,7 @@ def test_a_sound_verifier_passes_every_row():
     assert failing(world) == (set(), [])
 
 
+@pytest.mark.slow
 def test_unstable_verdict_fails_the_check():
     import itertools
 

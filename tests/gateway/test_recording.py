@@ -268,6 +268,7 @@ def served_sessions(tiny_run, tmp_path_factory):
     return folder, tokens
 
 
+@pytest.mark.slow
 def test_killed_server_has_lost_the_open_session_only(served_sessions, tmp_path):
     folder, tokens = served_sessions
     records = stored(folder)

@@ -71,6 +71,7 @@ def episode(text, calls=()):
     return Trajectory("t", 0, (), said, StopReason.ANSWERED, outcomes=tuple(left))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0, pytest.param(1, marks=pytest.mark.scale)])
 def test_every_verifier_returns_a_bounded_reward_for_every_text(part):
     """Each text goes to every second case by default, and to the others with the marker."""

@@ -374,6 +374,7 @@ def test_agent_that_ends_its_own_task_is_a_failure_of_the_agent(agent):
     assert found.stop_reason is StopReason.AGENT_FAILED
 
 
+@pytest.mark.slow
 def test_agent_that_swallows_cancellation_does_not_outlive_the_time_limit(monkeypatch):
     monkeypatch.setattr(agent_runs, "_STOP_S", 0.1)
     found, _ = play(swallows_cancellation, "one", limits=RolloutConfig(episode_timeout_s=0.2))

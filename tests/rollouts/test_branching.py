@@ -235,6 +235,7 @@ def branched(tiny_run, tmp_path_factory):
     return run(tiny_run, tmp_path_factory.mktemp("branched"), **BRANCH)
 
 
+@pytest.mark.slow
 def test_training_run_with_branching_records_consistent_trees_and_metrics(branched):
     records = [r for step in (1, 2) for r in read_rollouts(rollouts_path(branched, step))]
     trees = [r.trajectory for r in records if r.trajectory.leaves]

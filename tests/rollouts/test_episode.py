@@ -526,6 +526,7 @@ def cut(text):
 MUTATED = cut(call("echo", text='quotes " and { braces }')) | cut(call("echo", text="a") * 2)
 
 
+@pytest.mark.slow
 @settings(max_examples=600, **ANYTHING)
 @given(text=WRITTEN | MUTATED)
 def test_arbitrary_text_does_not_make_parser_environment_or_renderer_raise(loop, text):

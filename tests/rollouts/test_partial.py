@@ -81,6 +81,7 @@ def partial(tiny_run, tmp_path_factory) -> Path:
     return run(tiny_run, tmp_path_factory.mktemp("partial"))
 
 
+@pytest.mark.slow
 def test_a_step_samples_no_more_than_its_budget_unless_a_group_is_due(partial):
     rows = metrics(partial)
     assert rows[0]["partial/tokens"] <= TOKENS
@@ -113,6 +114,7 @@ def test_each_group_trains_once_and_ledger_counts_balance_at_every_step(partial)
         assert row["ledger/clock_limited"] == 0
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("lockstep", [False, pytest.param(True, marks=pytest.mark.fault)])
 def test_interrupted_episode_equals_an_uninterrupted_one_under_the_same_weights(
     tiny_run, tmp_path, monkeypatch, lockstep
@@ -197,6 +199,7 @@ def test_one_step_mode_is_reproducible_and_respects_the_staleness_bound(tiny_run
     assert len({r.key for _, r in records(first)}) == STEPS * 9
 
 
+@pytest.mark.slow
 def test_time_budget_marks_the_step_as_clock_limited(tiny_run, tmp_path):
     rows = metrics(run(tiny_run, tmp_path / "a", rollout__partial__tokens=0, rollout__partial__seconds=1e-6))
     assert rows[0]["partial/waiting"] > 0  # on a machine that stalls some end before the clock is read

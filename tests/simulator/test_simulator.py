@@ -123,6 +123,7 @@ def test_paused_engine_takes_longer_and_does_not_slow_the_learner():
     )
 
 
+@pytest.mark.slow
 def test_only_a_simulated_engine_in_the_learner_process_is_throttled(monkeypatch):
     slow = replace(TINY, learner=LearnerCost(0.5, 0.0003), overlap=0.5)
     setup = RunLayout(groups=4, members=4, steps=30, max_staleness=6)
@@ -216,6 +217,7 @@ def test_simulation_depends_only_on_its_seed():
     assert simulate(TINY, setup).steps != simulate(TINY, replace(setup, seed=1)).steps
 
 
+@pytest.mark.slow
 def test_streaming_is_faster_than_synchronous_steps_with_slow_tools():
     runs = {
         mode: simulate(TINY, RunLayout(mode=mode, groups=2, steps=40, max_staleness=10))
@@ -443,6 +445,7 @@ def test_run_without_recorded_mode_is_rejected(tmp_path):
         measured_steps(folder)
 
 
+@pytest.mark.slow
 def test_overlap_of_a_run_is_fitted_from_its_timings(plan):
     setup = RunLayout(steps=6, groups=1, max_staleness=2, in_flight=8)
     step_s = plan.predict(replace(TINY, overlap=0.6), setup).step_s

@@ -384,6 +384,7 @@ def test_interpreter_exit_ends_the_server():
     asyncio.run(until(lambda: not any(lives(pid) for pid in pids)))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(shutil.which("setpriv") is None, reason="util-linux is not there")
 def test_hung_server_ends_when_its_parent_is_killed():
     leaves = LEAVES + "import os, signal\nos.kill(os.getpid(), signal.SIGKILL)\n"
@@ -434,6 +435,7 @@ def program(name):
     return found
 
 
+@pytest.mark.slow
 def test_time_server_tools_can_be_called():
     made = mcp_server(command=program("mcp-server-time"), args=("--local-timezone", "UTC"), timeout_s=60)
     try:
@@ -449,6 +451,7 @@ def test_time_server_tools_can_be_called():
         made.disconnect()
 
 
+@pytest.mark.slow
 def test_world_settings_can_name_a_server():
     program("mcp-server-time")
     root = Path(__file__).parents[2]
@@ -472,6 +475,7 @@ def test_world_settings_can_name_a_server():
     assert [tool.name for tool in world.tools] == ["convert_time"]
 
 
+@pytest.mark.slow
 def test_git_server_tools_can_be_called(tmp_path):
     for words in (
         ["init", "-q"],

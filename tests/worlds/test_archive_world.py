@@ -71,6 +71,7 @@ def test_demonstrated_rows_equal_those_of_a_rewritten_episode(max_tokens):
     assert [tuple(dialogue_row(renderer, Dialogue(tuple(one), tools)).tokens) for one in shown] == rows
 
 
+@pytest.mark.slow
 def test_episode_of_300_calls_is_solved_in_rewritten_dialogues():
     world = make_archive_world({"num_documents": 300, "num_tasks": 10}, ToolLimits())
     _, trajectory, rows = play(world, world.tasks("test")[0], max_tokens=500)

@@ -105,6 +105,7 @@ def test_every_step_matches_its_description_and_leaves_arguments_unchanged():
             assert step.gives.layout in LAYOUTS, step.name
 
 
+@pytest.mark.slow
 def test_tasks_are_sufficient_and_distinct(world, every):
     assert len(every) == NUM
     assert len({one.chain.shape for one in every}) == len({one.id for one in every}) == NUM

@@ -410,6 +410,7 @@ def play_all(world, tasks, scripts):
     return asyncio.run(everyone()), players
 
 
+@pytest.mark.slow
 def test_oracle_has_full_reward_in_every_task(world, everything):
     scripts = [world.expert(task).messages[2:] for task in everything]
     played, players = play_all(world, everything, scripts)

@@ -95,6 +95,7 @@ def test_moves_of_an_opponent_are_no_rows_and_depend_on_the_seed_only():
     assert all(set(one.agent_rewards) == {"o"} for one in games)
 
 
+@pytest.mark.slow
 def test_expert_never_loses_tic_tac_toe():
     game, rng = TicTacToe(), random.Random(0)
     results = set()

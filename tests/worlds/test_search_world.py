@@ -174,6 +174,7 @@ def read_question(text):
     return relations, subject
 
 
+@pytest.mark.slow
 def test_following_the_passages_from_the_question_reaches_the_answer(questions):
     says = {relation: stated(passage_values(), relation) for relation in STATED}
     for split in SPLITS:
@@ -196,6 +197,7 @@ def test_every_hop_starts_where_the_previous_one_ended(questions):
         assert all(hop.value in hop.passage for hop in question.hops)
 
 
+@pytest.mark.slow
 def test_generator_reproduces_the_questions_byte_for_byte():
     packed = (files("ludus.worlds.search") / "data/questions.jsonl.xz").read_bytes()
     assert lzma.decompress(packed).decode() == data_text()
@@ -339,6 +341,7 @@ def rate(world, trajectories):
     return sum(success(world.rewards, t) for t in trajectories) / len(trajectories)
 
 
+@pytest.mark.slow
 def test_searching_and_reading_answers_nearly_all_questions(world, tasks):
     for split in ("test", "composition"):
         chosen = some(tasks[split], 300)

@@ -108,6 +108,7 @@ def test_slow_group_does_not_block_and_is_replayed_later(tiny_run, tmp_path, mon
     assert len({r.key for r in trained}) == len(trained)
 
 
+@pytest.mark.slow
 def test_rollouts_of_other_runs_are_replayed_unless_too_off_policy(tiny_run, tmp_path):
     """From a run, from a checkpoint and from a file; those of another policy are refused in a sentence."""
     near, far = tmp_path / "near.jsonl.gz", tmp_path / "far.jsonl.gz"

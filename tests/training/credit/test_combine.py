@@ -269,6 +269,7 @@ def test_invalid_ensemble_settings_are_rejected(settings, words):
         RewardsConfig(**settings)
 
 
+@pytest.mark.slow
 def test_trained_reward_model_ensemble_scores_rollouts_in_training(tiny_run, tmp_path):
     recipe = make_recipe(tmp_path)
     model = sorted((tiny_run / "cold_start" / "checkpoints").iterdir())[-1]

@@ -134,6 +134,7 @@ def tiny_world(**settings):
     return build_world(given.env, given.rollout)
 
 
+@pytest.mark.slow
 def test_proposers_are_compared_across_tasks_in_a_run(tmp_path):
     changes = {
         "algorithm__preset": "hierarchical",

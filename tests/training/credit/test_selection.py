@@ -163,6 +163,7 @@ def test_starpo_is_ppo_over_whole_trajectories(name):
     assert (preset.kl_coef > 0, preset.clip_high > preset.clip_low) == (name == "starpo", name == "starpo_s")
 
 
+@pytest.mark.slow
 def test_starpo_s_run_trains_only_on_kept_groups(tmp_path):
     reporter = run(
         tmp_path / "run",

@@ -65,6 +65,7 @@ def gradient_differences(found, expected):
     return {kind: gap[kind] / size[kind] for kind in size}
 
 
+@pytest.mark.slow
 def test_one_rank_with_sharded_weights_equals_unsharded_training(group_of_one):
     cases = ["plain:float64", "critic:float64"]
     split = sharded_ranks.results(*cases)
@@ -74,6 +75,7 @@ def test_one_rank_with_sharded_weights_equals_unsharded_training(group_of_one):
     assert max(differences(split, whole).values()) < 1e-10
 
 
+@pytest.mark.slow
 def test_sharded_checkpoint_loads_with_and_without_sharding(group_of_one, tmp_path):
     before, _, _ = sharded_ranks.saves("plain", tmp_path)
     destroy_group()
@@ -102,12 +104,14 @@ def full_disk(num_bytes):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
+@pytest.mark.slow
 def test_full_disk_while_writing_shards_raises_storage_error(group_of_one, tmp_path):
     with full_disk(1000), pytest.raises(StorageError, match=r"Rank 0 could not write its shards.*resume"):
         sharded_ranks.saves("plain", tmp_path)
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_equal_shards_are_written_as_equal_files(group_of_one, tmp_path):
     shelves = [tmp_path / name for name in "ab"]
     for shelf in shelves:
@@ -120,6 +124,7 @@ def test_equal_shards_are_written_as_equal_files(group_of_one, tmp_path):
     assert first == second
 
 
+@pytest.mark.slow
 def test_shards_are_files_of_bounded_size(group_of_one, tmp_path, monkeypatch):
     monkeypatch.setattr(checkpoints, "SHARD_BYTES", 20_000)
     before, _, _ = sharded_ranks.saves("plain", tmp_path)

@@ -199,6 +199,7 @@ def test_model_without_routers_is_rejected_and_copies_drop_hooks():
     assert not any(module._forward_hooks for module in copy.deepcopy(model).modules())
 
 
+@pytest.mark.slow
 def test_rows_without_trained_tokens_do_not_affect_routing_replay():
     rows = rows_with_prefixes(4)
     mute = [replace(row, trains=(False,) * len(row.tokens)) for row in rows_with_prefixes(7)[4:]]

@@ -36,6 +36,7 @@ def stored(run):
         return {(one["task"], one["sample"]): one["segments"] for one in map(json.loads, lines)}
 
 
+@pytest.mark.slow
 def test_values_of_each_action_token_of_trained_rollouts_are_stored(run):
     values, ratios = stored(run), []
     records = [r for r in read_rollouts(rollouts_path(run, 1)) if r.outcome == "trained"]

@@ -75,6 +75,7 @@ def test_ranks_train_with_the_learning_rate_factor_of_rank_0(tmp_path):
     assert parts.learner.optimizer.learning_rate_factor == 0.5
 
 
+@pytest.mark.slow
 def test_learning_rate_lowered_by_an_alarm_persists_after_resume(tmp_path):
     folder = tmp_path / "run"
     reporter = run(folder, **EQUAL, run__alarms__actions='{equal_rewards = "lower_learning_rate"}')
@@ -88,6 +89,7 @@ def test_learning_rate_lowered_by_an_alarm_persists_after_resume(tmp_path):
     assert metric(folder, "optim/learning_rate") == rates
 
 
+@pytest.mark.slow
 def test_an_alarm_raises_the_kl_coefficient(tmp_path):
     actions = {"run__alarms__actions": '{equal_rewards = "raise_kl"}', "training__steps": "2"}
     run(tmp_path / "run", **EQUAL | actions, algorithm__kl_coef="0.1")

@@ -141,6 +141,7 @@ def test_one_step_mode_is_deterministic_and_one_version_behind(tiny_run, tmp_pat
     assert [row.metrics["staleness/mean"] for row in rows] == [0.0, 1.0, 1.0]
 
 
+@pytest.mark.slow
 def test_run_recomputing_the_kv_cache_trains_every_episode(tiny_run, tmp_path, monkeypatch):
     plain, again = build.make_engine, []
 
@@ -183,6 +184,7 @@ def test_kv_cache_setting_without_effect_on_a_server_warns():
     )
 
 
+@pytest.mark.slow
 def test_weight_transfer_timeout_stops_the_run(tiny_run, tmp_path, monkeypatch):
     plain = build.make_engine
 
@@ -224,6 +226,7 @@ def with_proofs_of_the_engine(monkeypatch, proof) -> None:
     monkeypatch.setattr(build, "make_engine", made)
 
 
+@pytest.mark.slow
 def test_learner_continues_while_the_engine_verifies_its_weights(tiny_run, tmp_path, monkeypatch):
     rows = tmp_path / "run" / "metrics.jsonl"
 
@@ -237,6 +240,7 @@ def test_learner_continues_while_the_engine_verifies_its_weights(tiny_run, tmp_p
     assert sum("sync/probe_gap" in row.metrics for row in found) >= STEPS - 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("interruptible", "rests"), [("true", True), pytest.param("false", False, marks=pytest.mark.fault)]
 )
@@ -263,6 +267,7 @@ def test_engine_is_throttled_by_waiting_batches_only_if_interruptible(
     assert not told or told[-1] == 0
 
 
+@pytest.mark.slow
 def test_engine_weight_mismatch_stops_the_run(tiny_run, tmp_path, monkeypatch):
     async def wrong(digest: str, version: int) -> str:
         return digest if version < 2 else "0" * len(digest)
@@ -272,6 +277,7 @@ def test_engine_weight_mismatch_stops_the_run(tiny_run, tmp_path, monkeypatch):
     assert "weights are not those of version 2" in said
 
 
+@pytest.mark.slow
 def test_episodes_have_one_version_without_in_flight_updates(tiny_run, tmp_path):
     folder = run(tiny_run, tmp_path / "whole", "async", staleness__in_flight_weight_updates="false", training__steps=4)
     for _, record in records(folder, 4):
@@ -344,6 +350,7 @@ def test_training_mode_can_change_on_resume(tiny_run, tmp_path):
     assert [row.step for row in read_metrics(folder / "metrics.jsonl")] == list(range(1, 7))
 
 
+@pytest.mark.slow
 def test_oversampling_keeps_the_first_members_and_counts_cancelled_ones(tiny_run, tmp_path):
     folder = run(tiny_run, tmp_path / "spare", "async", staleness__oversample=2, training__steps=3)
     rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
@@ -355,6 +362,7 @@ def test_oversampling_keeps_the_first_members_and_counts_cancelled_ones(tiny_run
     assert sum(m.get("ledger/dropped/cancelled", 0) for m in rows) > 0
 
 
+@pytest.mark.slow
 def test_group_failing_in_an_extra_reward_is_replaced(tiny_run, tmp_path, monkeypatch):
     def fails_for_some(task, trajectory):
         if task.id in ("train:apple", "train:plum"):
@@ -388,6 +396,7 @@ def test_groups_started_before_resume_keep_their_members(tiny_run, tmp_path):
     assert not any("ledger/dropped/too_late" in metrics for metrics in rows)
 
 
+@pytest.mark.slow
 def test_zero_variance_groups_are_replaced_while_streaming(tiny_run, tmp_path):
     changes = {"algorithm__preset": "dapo", "algorithm__greso": "true", "training__prompts_per_step": 2}
     folder = run(tiny_run, tmp_path / "dapo", "async", algorithm__max_resample_rounds=1, training__steps=4, **changes)
@@ -400,6 +409,7 @@ def test_zero_variance_groups_are_replaced_while_streaming(tiny_run, tmp_path):
     assert set(Counter(played).values()) == {3}
 
 
+@pytest.mark.slow
 def test_replayed_groups_train_but_are_not_counted_as_episodes(tiny_run, tmp_path):
     changes = {"staleness__replay__share": 0.5, "staleness__replay__max_age": 4}
     folder = run(tiny_run, tmp_path / "again", "async", **changes)
@@ -521,6 +531,7 @@ def test_ess_patience_counts_steps_across_resumes(tiny_run, tmp_path):
     assert "paused after step 3" in refused("train", "--resume", folder, "--training.steps", "4", code=5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["sync", "async"])
 def test_run_with_low_effective_sample_share_pauses_and_can_resume(mode, tiny_run, tmp_path):
     """Rounding alone keeps the share of a step below 1, also on policy."""

@@ -87,6 +87,7 @@ def is_argmax(model, trajectory):
     return bool((likeliest == tokens[0, 1:])[sampled].all())
 
 
+@pytest.mark.slow
 def test_a_run_of_remax_plays_one_greedy_episode_for_each_task(tmp_path):
     reporter = run(tmp_path / "run", algorithm__preset="remax", training__steps="1", rollout__temperature="3")
     metrics = reporter.steps[0][1]

@@ -135,6 +135,7 @@ def run(folder, reporter=None, **changes):
     return [metrics for _, metrics in reporter.steps]
 
 
+@pytest.mark.slow
 def test_reward_penalty_has_a_reference_model_even_if_kl_is_not_reported(tmp_path):
     given = {key: value for key, value in HELD.items() if not key.startswith("kl_control")}
     settings = config(tmp_path, **(given | {"training__report_kl": "false", "training__steps": "1"}))

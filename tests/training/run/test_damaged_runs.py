@@ -151,6 +151,7 @@ def test_rollout_trained_ahead_of_its_step_is_not_repeated(spanning):
     assert resumed.state().ahead == ()
 
 
+@pytest.mark.slow
 def test_a_run_that_leaves_asynchronous_training_trains_each_group_once(run, newest, tmp_path):
     """A group of the next step has trained already, and one of the steps before has not."""
     cut = copy_run(run, tmp_path / "run")

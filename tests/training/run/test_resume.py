@@ -135,6 +135,7 @@ def test_settings_fixed_by_a_run_cannot_be_overridden(tiny_run, tmp_path, key, v
     assert (run / "config.toml").read_bytes() == before
 
 
+@pytest.mark.slow
 def test_resume_with_other_evaluation_tasks_reports_common_examples(tiny_run, tmp_path):
     run = copy_run(tiny_run, tmp_path)
     words = ("--training.steps", "3", "--evaluation.tasks", "3", "--evaluation.temperatures", "[0.0]")
@@ -189,6 +190,7 @@ def test_fatal_error_inside_a_run_names_the_resume_command(tiny_run, tmp_path, m
     assert len((run / "metrics.jsonl").read_text().splitlines()) == 3
 
 
+@pytest.mark.slow
 def test_printed_command_for_a_fine_tuned_checkpoint_includes_its_world(sft_run, tmp_path, monkeypatch):
     said = ludus("sft", "--resume", sft_run)
     (line,) = (line for line in said.out.splitlines() if "ludus train" in line)
@@ -224,6 +226,7 @@ CHANGED = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kind", ["reference", *(pytest.param(k, marks=pytest.mark.fault) for k in [*CHANGED][1:])])
 def test_resume_fails_if_reference_base_or_teacher_changed(kind, tiny_run, tmp_path):
     model = Path(shutil.copytree(cold_start(tiny_run), tmp_path / "model"))

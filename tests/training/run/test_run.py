@@ -147,12 +147,14 @@ def test_a_small_cache_evicts_and_returns_the_same_bytes(finished, tmp_path):
     assert total(tmp_path / "tight", "engine/requests_waiting") > total(finished, "engine/requests_waiting")
 
 
+@pytest.mark.slow
 def test_reporter_receives_every_phase_of_a_run(tmp_path):
     phases = run(tmp_path / "run", training__steps="2").phases
     about = [name for name in phases if name.startswith("step 2")]
     assert about[:2] == ["step 2: episodes", "step 2: training"]
 
 
+@pytest.mark.slow
 def test_entropy_collapse_alarm_is_raised_once_it_persists(tmp_path):
     few = SMALLEST | {"training__steps": "5", "evaluation__tasks": "1"}
     cold = {"rollout__temperature": "0.1", "algorithm__filter_zero_variance": "false"}
@@ -163,6 +165,7 @@ def test_entropy_collapse_alarm_is_raised_once_it_persists(tmp_path):
     assert (5, "entropy_collapse", "warn") in [(one["step"], one["alarm"], one["action"]) for one in lines]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("action", "end"), [("pause", "paused after step 1"), ("stop", "stopped after step 1")])
 def test_an_alarm_can_end_a_run(tmp_path, action, end):
     greedy = SMALLEST | {"rollout__temperature": "0.01", "algorithm__filter_zero_variance": "false"}
@@ -259,6 +262,7 @@ def test_settings_of_another_mode_of_training_are_announced():
         assert not any("min_ess" in text for text in said)
 
 
+@pytest.mark.slow
 def test_observations_in_the_loss_are_announced_and_change_the_gradient(finished, tmp_path):
     reporter = run(tmp_path / "unmasked", training__mask_observations="false", training__steps="1")
     assert any("observations are in the loss" in text for text in reporter.alarms)
@@ -270,6 +274,7 @@ def test_observations_in_the_loss_are_announced_and_change_the_gradient(finished
     assert unmasked["optim/grad_norm"] != masked["optim/grad_norm"]
 
 
+@pytest.mark.slow
 def test_groups_of_one_train_if_the_advantage_compares_no_attempts(tmp_path):
     changes = {"algorithm__preset": "reinforce", "algorithm__group_size": "1", "training__steps": "1"}
     reporter = run(tmp_path / "alone", **changes)
@@ -279,6 +284,7 @@ def test_groups_of_one_train_if_the_advantage_compares_no_attempts(tmp_path):
     assert not any("equal" in text for text in reporter.alarms)
 
 
+@pytest.mark.slow
 def test_rejected_trajectories_count_in_the_dropped_fraction(tmp_path):
     changes = {"algorithm__correction": "reject_sequence", "algorithm__options__correction__low": "1.5"}
     ((_, metrics),) = run(tmp_path / "rejected", training__steps="1", **changes).steps
@@ -286,6 +292,7 @@ def test_rejected_trajectories_count_in_the_dropped_fraction(tmp_path):
     assert metrics["is/mask_frac"] == 1.0
 
 
+@pytest.mark.slow
 def test_lora_trains_only_the_adapters(tmp_path):
     folder = tmp_path / "lora"
     reporter = run(folder, training__steps="2", model__lora__rank="4")
@@ -316,6 +323,7 @@ def test_folder_in_use_or_not_empty_is_rejected_unchanged(finished, capsys):
     assert lasting_files(finished) == before
 
 
+@pytest.mark.slow
 def test_bfloat16_run_passes_its_weight_checks(tmp_path):
     """The engine and the learner round differently: the tolerance for float32 stops this run."""
     (_, metrics), *_ = run(tmp_path / "low", training__steps="1", model__dtype="bfloat16").steps

@@ -472,6 +472,7 @@ OWN = ("--preference.tasks", "6", "--preference.samples", "4")
 """Attempts that the model samples where no file and no run is named."""
 
 
+@pytest.mark.slow
 def test_without_a_file_or_a_run_the_model_samples_its_own_pairs(tiny_run, tmp_path):
     words = ("--model", cold_start(tiny_run), *TINY, *OWN, "--env.settings.well_formed_weight", "0.2")
     folders = [tmp_path / name for name in ("whole", "again")]
@@ -496,6 +497,7 @@ def test_without_a_file_or_a_run_the_model_samples_its_own_pairs(tiny_run, tmp_p
     assert lasting_files(folders[1]) == lasting_files(folders[0])
 
 
+@pytest.mark.slow
 def test_bad_input_is_reported_in_one_sentence_and_nothing_is_written(source, tiny_run, tmp_path, trained):
     recipe, folder = make_recipe(tmp_path), tmp_path / "run"
     base = ("preference", recipe, *model_words(source), "--run.dir", folder)

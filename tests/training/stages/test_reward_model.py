@@ -225,6 +225,7 @@ def test_a_reward_model_loads_with_its_head(trained):
         load_reward_model(trained / "checkpoints", Config())
 
 
+@pytest.mark.slow
 def test_rollouts_from_a_later_turn_start_with_the_recorded_messages(tmp_path):
     session = open_session(load_config("search", words(tmp_path, rollout__temperature="1.5")))
     scheduler = engine_scheduler(

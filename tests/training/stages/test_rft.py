@@ -56,6 +56,7 @@ def finished(model, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.mark.slow
 def test_the_account_of_each_round_adds_up_and_agrees_with_the_rollouts(finished):
     rows = [row.metrics for row in read_metrics(finished / "metrics.jsonl")]
     assert len(rows) == 2
@@ -93,6 +94,7 @@ def test_rft_round_trains_on_kept_samples_and_evaluates(finished, model):
     assert "48 rollouts started" in said.out
 
 
+@pytest.mark.slow
 def test_a_run_that_is_cut_after_a_round_and_resumed_equals_the_uninterrupted_one(finished, model, tmp_path):
     cut = tmp_path / "run"
     assert train(model, cut, "--rft.rounds", "1", "--evaluation.splits", "[]").code == 0

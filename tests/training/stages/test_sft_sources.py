@@ -183,6 +183,7 @@ def test_data_class_in_a_file_is_checked_and_kept(tmp_path):
     assert [parse_record(row_of(one)).data_class for one in read_dialogues(good)] == ["format", None]
 
 
+@pytest.mark.slow
 def test_fine_tuning_on_sources_logs_each_class_and_resumes_to_the_same_bytes(recipe, tmp_path, tiny_run):
     words = ("--model", cold_start(tiny_run), "--sft.batch_size", "4", "--sft.warmup_steps", "0")
     base = ("sft", recipe, *words, "--sft.schedule", "constant")

@@ -74,6 +74,7 @@ def test_value_does_not_depend_on_its_token():
     assert one.score([first])[0][last] != one.score([changed])[0][last]
 
 
+@pytest.mark.slow
 def test_critic_learns_and_leaves_the_policy_unchanged():
     model, rows = tiny_model(), random_rows(16)
     before = copy.deepcopy(model.state_dict())
@@ -283,6 +284,7 @@ def sampled(tiny_run, tmp_path_factory) -> Path:
     return folder / "run"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("preset", ["ppo", pytest.param("vapo", marks=pytest.mark.learning)])
 def test_value_loss_falls_on_sampled_episodes(preset, sampled):
     session = open_session(load_config(sampled / "config.toml"))
