@@ -34,10 +34,14 @@ def model(tiny_run, tmp_path) -> Path:
     return Path(shutil.copytree(cold_start(tiny_run), tmp_path / "model"))
 
 
-def test_tokenizer_larger_than_embedding_is_rejected_with_sizes_without_importing_torch(model, tmp_path):
+@pytest.mark.parametrize("kind", ["added token", "unigram"])
+def test_tokenizer_larger_than_embedding_is_rejected_with_sizes_without_importing_torch(model, tmp_path, kind):
     file = model / "tokenizer.json"
     data = json.loads(file.read_text())
-    data["added_tokens"].append(data["added_tokens"][-1] | {"id": 4999, "content": "<extra>"})
+    if kind == "unigram":
+        data["model"] = {"type": "Unigram", "vocab": [[str(number), 0.0] for number in range(5000)]}
+    else:
+        data["added_tokens"].append(data["added_tokens"][-1] | {"id": 4999, "content": "<extra>"})
     file.write_text(json.dumps(data))
     words = ["train", "search", "--model", str(model), "--run.dir", str(tmp_path / "run")]
     said = subprocess.run([sys.executable, "-c", TORCHLESS, *words], capture_output=True, text=True, check=True)
