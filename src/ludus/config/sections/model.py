@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Literal, Self
+from collections import Counter
+from typing import Annotated, Literal, Self
 
 from pydantic import Field, model_validator
 
@@ -18,6 +19,14 @@ class LoraConfig(Section):
     """The update is scaled by alpha / rank."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
     """Names of the linear layers with an adapter, or all-linear."""
+    roles: list[Annotated[str, Field(pattern=r"^[\w-]+$")]] = Field([])
+    """Roles of agents with an own adapter, which only their tokens train; all other roles share one."""
+
+    @model_validator(mode="after")
+    def _distinct_roles(self) -> Self:
+        if twice := [role for role, count in Counter(self.roles).items() if count > 1]:
+            raise ValueError(f"model.lora.roles has {twice[0]!r} twice")
+        return self
 
 
 class ScratchConfig(Section):
