@@ -26,10 +26,9 @@ ROLE_ADAPTER = "role_"
 
 
 def adapter_of_agent(agent: str, roles: Collection[str]) -> str:
-    """Return the adapter of an agent whose role, with or without its kind (`solver:code`), is in `roles`, else ""."""
-    role = role_of_agent(agent)
-    found = next((name for name in (role, role.partition(":")[0]) if name in roles), "")
-    return f"{ROLE_ADAPTER}{found}" if found else ""
+    """Return the adapter of an agent whose role, without its kind (`solver:code`), is in `roles`, otherwise ""."""
+    role = role_of_agent(agent).partition(":")[0]
+    return f"{ROLE_ADAPTER}{role}" if role in roles else ""
 
 
 TOKEN_WATCHERS: dict[str, Callable[[Sequence[int]], None]] = {}

@@ -395,7 +395,7 @@ def check_role_adapters(config: Config, algorithm: Algorithm, world: World) -> N
     if found := [name for name, applies in unsupported.items() if applies]:
         raise ConfigError(f"model.lora.roles cannot be combined with {found[0]}.", "Unset one of them.")
     named = [*world.roles, *(["sub"] if config.rollout.subagents.max_depth else []), POLICY]
-    known = list(dict.fromkeys(name for role in named for name in (role, role.partition(":")[0])))
+    known = list(dict.fromkeys(role.partition(":")[0] for role in named))
     unknown = [role for role in roles if role not in known]
     if unknown and (world.roles or not (world.runs_agents or config.rollout.agent.is_set)):
         text = f"model.lora.roles names {unknown[0]!r}, which is not a role of the world {world.name!r}."
