@@ -16,6 +16,7 @@ from ludus.engines.models.fingerprint import fingerprint_module
 from ludus.engines.models.loading import load_model, load_tokenizer, save_model
 from ludus.engines.models.lora import use_adapter
 from ludus.errors import UserError
+from ludus.rollouts.scheduler import LockstepEngine
 from ludus.training.batches.rows import row_of_trajectory, transitions_of
 from ludus.training.learner.learner import FULL_KL, SUM_PI_SQUARED, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
@@ -249,7 +250,7 @@ def test_new_weights_of_one_role_reach_the_engine():
         ask = [Request("a", SYSTEM, SamplingParams(max_new_tokens=8, seed=3), adapter=n) for n in ("role_x", "role_o")]
         before = await engine.generate_batch(ask)
         await engine.load_weights(1, state)
-        return before, await engine.generate_batch(ask), await engine.fingerprint(), engine.roles
+        return before, await engine.generate_batch(ask), await engine.fingerprint(), LockstepEngine(engine).roles
 
     (x, o), (same, other), digest, roles = with_engine(old, work)
     assert (x.tokens, x.logprobs) == (same.tokens, same.logprobs)
