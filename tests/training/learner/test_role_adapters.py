@@ -188,7 +188,7 @@ def test_rows_of_single_turns_keep_their_policies():
     assert trained == [{"role_x"}, {"role_x"}, {"role_o"}, {"role_o"}, {""}, {""}]
 
 
-def completions(model, adapters, dtype=torch.float32):
+def completions(model, adapters):
     """Turns of episodes with one prompt, in one batch, each continued by another one."""
     prompt, params = (*SYSTEM, 5, 6, 7), SamplingParams(max_new_tokens=8, seed=3)
 
@@ -206,7 +206,7 @@ def completions(model, adapters, dtype=torch.float32):
         ]
         return [*first, *second], scores, engine.stats(), await engine.fingerprint()
 
-    return with_engine(model.to(dtype), work)
+    return with_engine(model, work)
 
 
 def test_engine_samples_each_role_as_a_separate_engine_would_to_the_digit():
@@ -228,7 +228,7 @@ def test_engine_and_learner_agree_in_float64():
     """Both with the float32 angles of transformers, which the learner widens in training."""
     adapters = ["role_x", "role_o"]
     made = bank(build().double())
-    found, scores, *_ = completions(made, adapters, torch.float64)
+    found, scores, *_ = completions(made, adapters)
     turns = [(*SYSTEM, 5, 6, 7, *found[place].tokens, 9, *found[place + 2].tokens) for place in range(2)]
     tokens, marked = torch.tensor(turns), torch.ones(2, len(turns[0]), dtype=torch.bool)
     scorer = LogprobScorer(made)
@@ -239,6 +239,17 @@ def test_engine_and_learner_agree_in_float64():
     at = [*range(15, 23), *range(24, 32)]
     torch.testing.assert_close(own[:, at], torch.tensor(sampled, dtype=torch.float64), atol=1e-10, rtol=0)
     torch.testing.assert_close(own, torch.tensor(scores, dtype=torch.float64), atol=1e-10, rtol=0)
+
+
+def test_adapters_of_a_16_bit_model_are_computed_in_32_bits():
+    made = bank(build().bfloat16())
+    assert {p.dtype for n, p in made.named_parameters() if ".lora_" in n} == {torch.float32}
+    found, *_ = completions(made, ["role_x", "role_o"])
+    for adapter, one in zip(("role_x", "role_o"), found, strict=False):
+        tokens = torch.tensor([[*SYSTEM, 5, 6, 7, *one.tokens]])
+        with torch.no_grad(), use_adapter(made, adapter):
+            own = LogprobScorer(made).score(tokens, torch.ones_like(tokens, dtype=torch.bool)).logprobs[0, 15:]
+        assert float((own - torch.tensor(one.logprobs)).abs().mean()) < 0.1
 
 
 def test_new_weights_of_one_role_reach_the_engine():

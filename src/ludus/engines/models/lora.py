@@ -134,8 +134,9 @@ class AdapterBank:
         for pairs, mask in self._active:
             pair = pairs.get(layer)
             if pair is not None:
-                extra = linear(linear(x, pair.down), pair.up) * pair.scaling
-                y = y + extra if mask is None else torch.where(mask, y + extra, y)
+                extra = linear(linear(x.to(pair.down.dtype), pair.down), pair.up) * pair.scaling
+                added = (y + extra).to(y.dtype)  # the own adapters of a 16-bit model have 32 bits, as in PEFT
+                y = added if mask is None else torch.where(mask, added, y)
         return y
 
 
