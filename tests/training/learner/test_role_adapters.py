@@ -15,7 +15,7 @@ from ludus.engines.base import Request, adapter_of_agent
 from ludus.engines.models.fingerprint import fingerprint_module
 from ludus.engines.models.loading import load_model, load_tokenizer, save_model
 from ludus.engines.models.lora import use_adapter
-from ludus.errors import UserError
+from ludus.errors import LearnerError, UserError
 from ludus.rollouts.scheduler import LockstepEngine
 from ludus.training.batches.rows import row_of_trajectory, transitions_of
 from ludus.training.learner.learner import FULL_KL, SUM_PI_SQUARED, LearnerSettings
@@ -150,6 +150,24 @@ def test_training_one_role_equals_a_run_with_one_adapter_to_the_digit():
             assert torch.equal(factor, adapter_part(before, adapter)[name])
             assert torch.equal(factor, adapter_part(begin, "default")[name])
     assert any(not torch.equal(f, adapter_part(before, "role_o")[n]) for n, f in adapter_part(many, "role_o").items())
+
+
+def test_optimizer_is_restored_with_the_number_of_steps_of_each_adapter():
+    made, first, rows = bank(tiny_model()), rows_of(agents=("o",)), rows_of(agents=("o", "x"))
+    one = learner(made)
+    one.train(first, 0)
+    one.train(rows, 1)
+    state, again = one.optimizer.state_dict(), learner(copy.deepcopy(made))
+    counts = {name.rpartition("lora_")[2]: int(steps) for name, steps in state.items() if name.startswith("step/")}
+    assert counts == {f"{f}.{a}.weight": n for f in "AB" for a, n in (("default", 0), ("role_x", 1))}
+    again.optimizer.load_state_dict(state, 2)
+    for each in (one, again):
+        each.train(rows, 2)
+    for (name, left), (_, right) in zip(made.named_parameters(), again.scorer.model.named_parameters(), strict=True):
+        assert torch.equal(left, right), name
+    del state[next(name for name in state if name.startswith("exp_avg/"))]
+    with pytest.raises(LearnerError, match="does not match the model"):
+        again.optimizer.load_state_dict(state, 2)
 
 
 def test_reference_is_the_base_and_leaves_the_adapters_trainable():

@@ -18,7 +18,7 @@ from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.training.rl.build import train
 from ludus.training.rl.validate import check_role_adapters
 from ludus.training.run.checkpoint import checkpoint_path
-from ludus.training.run.run_dir import RunFolder, lock_run, new_run
+from ludus.training.run.run_dir import RunFolder, list_checkpoints, lock_run, new_run
 from ludus.training.run.session import open_session
 from small_runs import SMALLEST, InterruptingReporter, RecordingReporter, RunInterrupted, config, lasting_files
 from tiny_run import ludus, refused
@@ -72,7 +72,8 @@ def test_each_player_samples_and_trains_its_adapter(played):
 @pytest.mark.fault
 def test_interrupted_run_resumes_with_all_adapters(played, tmp_path):
     with pytest.raises(RunInterrupted):
-        play(tmp_path / "cut", InterruptingReporter(1))
+        play(tmp_path / "cut", InterruptingReporter(2))
+    assert [step for step, _ in list_checkpoints(tmp_path / "cut" / "checkpoints")] == [1]
     assert main(["train", "--resume", str(tmp_path / "cut")]) == 0
     first, second = lasting_files(played[0]), lasting_files(tmp_path / "cut")
     assert [name for name in first if first[name] != second.get(name)] == []
