@@ -291,6 +291,8 @@ class Segment:
     `action` tokens were sampled by the policy and are trained on; `prompt` and `observation` tokens (tool output and
     chat template) are not. `parent` is the index of the preceding segment; None means the previous one in the list, or
     the root for the first. `logprobs` and `versions` have one entry per action token and are empty for other kinds.
+    `policy` is the adapter of the agent's role (`model.lora.roles`), which samples and is trained; empty: the policy
+    that all other roles share.
     """
 
     kind: SegmentKind
@@ -301,6 +303,7 @@ class Segment:
     logprobs: tuple[float, ...] = ()
     versions: tuple[int, ...] = ()
     finish_reason: FinishReason | None = None
+    policy: str = ""
 
 
 @dataclass(frozen=True, slots=True)

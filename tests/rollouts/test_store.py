@@ -23,7 +23,7 @@ TRAJECTORY = Trajectory(
     task_id="population/peru",
     sample=3,
     segments=(
-        Segment("prompt", (1, 2, 3)),
+        Segment("prompt", (1, 2, 3), policy="role_critic"),
         Segment("action", (7, 8), turn=0, logprobs=(-0.1, -1 / 3), versions=(4, 5), finish_reason="stop"),
         Segment("observation", (9,), turn=0),
         Segment("action", (5,), turn=1, parent=1, agent="critic", logprobs=(-2.5,), versions=(5,)),
@@ -182,6 +182,7 @@ def test_all_record_fields_except_timings_are_stored(tmp_path):
         missing = {f.name for f in fields(record)} - data.keys()
         assert missing <= {"seconds", "timings"}, record
     assert "truth" not in json.dumps(line)
+    assert ["policy" in segment for segment in line["trajectory"]["segments"]] == [True, False, False, False]
 
 
 def test_equal_rollouts_are_written_as_identical_files(tmp_path):

@@ -222,3 +222,19 @@ def test_lockstep_runs_sub_agents_one_after_another_with_the_same_tokens():
         found.append([one.trajectory.segments for one in episodes])
     assert found[0] == found[1]
     assert {len([s for s in one if s.kind == "prompt"]) for one in found[0]} == {3}
+
+
+def test_sub_agents_use_the_adapter_of_their_role():
+    adapters = []
+
+    def script(request, turn):
+        adapters.append((request.episode.partition("~")[2], request.adapter))
+        return "Paris" if "~" in request.episode else [ASK, "Paris"][turn]
+
+    engine = scripted(script)
+    engine.roles = ("sub",)
+    trajectory = play(engine)
+    assert adapters == [("", None), ("0", "role_sub"), ("", None)]
+    assert {(s.agent, s.policy) for s in trajectory.segments} == {("policy", ""), ("sub/0", "role_sub")}
+    row = row_of_trajectory(trajectory, 1.0)
+    assert len(row.policies) == len(row.tokens)

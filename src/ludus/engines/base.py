@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import operator
 import re
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import asdict, astuple, dataclass, field, replace
 from typing import TYPE_CHECKING, Protocol, TypeVar, runtime_checkable
 
 from ludus.errors import RequestRejected
-from ludus.types import PARAM_BOUNDS, Completion, SamplingParams
+from ludus.types import PARAM_BOUNDS, Completion, SamplingParams, role_of_agent
 
 if TYPE_CHECKING:
     import torch
@@ -21,6 +21,14 @@ BASE = ""
 """Adapter name for the base model without an adapter."""
 DEFAULT = "default"
 """Name of the model's own adapter, which `load_weights` replaces."""
+ROLE_ADAPTER = "role_"
+"""Beginning of the name of a role's own adapter (`model.lora.roles`)."""
+
+
+def adapter_of_agent(agent: str, roles: Collection[str]) -> str:
+    """Return the adapter of an agent whose role, without its kind (`solver:code`), is in `roles`, otherwise ""."""
+    role = role_of_agent(agent).partition(":")[0]
+    return f"{ROLE_ADAPTER}{role}" if role in roles else ""
 
 
 TOKEN_WATCHERS: dict[str, Callable[[Sequence[int]], None]] = {}
@@ -201,6 +209,15 @@ class ContinuesActions(Protocol):
     @property
     def continues_actions(self) -> bool:
         """Whether resuming is supported."""
+
+
+@runtime_checkable
+class HasRoleAdapters(Protocol):
+    """An engine whose model may have an adapter for each of several roles."""
+
+    @property
+    def roles(self) -> Collection[str]:
+        """The roles with an own adapter."""
 
 
 @dataclass(frozen=True, slots=True)

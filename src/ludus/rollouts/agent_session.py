@@ -374,7 +374,7 @@ class AgentSession:
             number = self._continuation(turn.row, turn.end)
             if number is not None:
                 return number, self._rows[number].chat.observe(tail)
-        chat = self._new_chat()
+        chat = self._new_chat(agent)
         _log_new_row(len(self._rows), self.messages, messages)
         self._rows.append(_Row(chat, agent))
         return len(self._rows) - 1, chat.open([*map(_renderable, messages)], tools)
@@ -409,12 +409,12 @@ class AgentSession:
         self._rows.append(_Row(fork, row.agent, number, end, end))
         return len(self._rows) - 1
 
-    def _new_chat(self) -> ChatSession:
+    def _new_chat(self, agent: str = POLICY) -> ChatSession:
         chat = self.make_chat()
-        if not self._rows or not isinstance(chat, EngineChatSession):
+        if not isinstance(chat, EngineChatSession):
             return chat
-        name, seed = self._identity(chat)
-        return replace(chat, episode=name, seed=seed)
+        name, seed = self._identity(chat) if self._rows else (chat.episode, chat.seed)
+        return replace(chat, episode=name, seed=seed, agent=agent)
 
     def _identity(self, chat: EngineChatSession) -> tuple[str, int]:
         """Return name and seed of a new row."""

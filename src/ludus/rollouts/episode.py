@@ -21,7 +21,7 @@ from typing import Protocol, TypeVar
 
 from ludus.chat.render import Renderer
 from ludus.config.sections.rollout import RolloutConfig
-from ludus.engines.base import ContinuesActions, Request, seed_for
+from ludus.engines.base import ContinuesActions, HasRoleAdapters, Request, adapter_of_agent, seed_for
 from ludus.envs.base import Environment, World
 from ludus.envs.tool_env import describe_error
 from ludus.errors import EngineError, LudusError, WorldError
@@ -31,6 +31,7 @@ from ludus.rewards.code.turns import TurnVerifier, turn_shares
 from ludus.sandbox.local.namespaces import PausableTimeout
 from ludus.tools.base import Tool, call_timeout
 from ludus.types import (
+    POLICY,
     Action,
     Completion,
     Message,
@@ -341,6 +342,7 @@ class EngineChatSession:
     guided: bool = False
     recorded: tuple[Segment, ...] = ()
     allowance: Allowance | None = None
+    agent: str = POLICY
     _partial: Completion = field(init=False, default=NOTHING)
     _segments: list[Segment] = field(init=False, default_factory=list)
     _tokens: list[int] = field(init=False, default_factory=list)
@@ -359,6 +361,12 @@ class EngineChatSession:
             return self.segments
         begun = Segment("action", part.tokens, self._turn, logprobs=part.logprobs, versions=part.versions)
         return (*self.segments, begun)
+
+    @property
+    def policy(self) -> str:
+        """The adapter of the agent's role; empty if it has none."""
+        roles = self.engine.roles if isinstance(self.engine, HasRoleAdapters) else ()
+        return adapter_of_agent(self.agent, roles)
 
     @property
     def _budget(self) -> int:
@@ -429,6 +437,7 @@ class EngineChatSession:
                 (*self._tokens, *self._partial.tokens),
                 replace(params, max_new_tokens=num_tokens, seed=seed),
                 timeout_s=grant.left_s if parts else None,
+                adapter=self.policy or None,
                 begun=begun,
             )
             more = await self.engine.generate(request)
@@ -467,7 +476,7 @@ class EngineChatSession:
         return None
 
     def _append(self, segment: Segment) -> None:
-        self._segments.append(segment)
+        self._segments.append(replace(segment, policy=self.policy))
         self._tokens.extend(segment.tokens)
 
 

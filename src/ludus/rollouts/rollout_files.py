@@ -13,7 +13,7 @@ A line is one object (`zcat step-000012.jsonl.gz | head -1 | jq .`), keys sorted
                 notes, failure
                 messages   the chat in the OpenAI format, including the prompt
                 outcomes   tool calls: call_id, tool, status, output, truncated, cost, retried
-                segments   kind, tokens, turn, parent, agent, logprobs, versions, finish_reason
+                segments   kind, tokens, turn, parent, agent, logprobs, versions, finish_reason; policy if not ""
 
 The task's truth and wall-clock times are not stored: `ToolOutcome.seconds` reads back as 0 and `Trajectory.timings` as
 empty. Equal rollouts produce identical files. Numbers round-trip exactly; NaN and infinities are rejected.
@@ -51,8 +51,11 @@ _DEFAULTS_OF_OLD_FILES: Mapping[str, object] = {
     "shared_reward": False,
     "agent_rewards": {},
     "notes": {},
+    "policy": "",
 }
 """Fields missing in older files, with their defaults."""
+_OMITTED = ("policy", "")
+"""A field, and the value that is not written."""
 
 
 NO_REWARD = "no reward"
@@ -308,7 +311,7 @@ def _record_codec(record: type) -> _Codec:
 
     def write(value: object) -> dict[str, object]:
         pairs = zip(codecs.items(), values_of(value), strict=True)
-        return {name: codec.write(one) for (name, codec), one in pairs}
+        return {name: codec.write(one) for (name, codec), one in pairs if (name, one) != _OMITTED}
 
     return _Codec(read, write)
 

@@ -9,14 +9,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Collection, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from functools import partial
 
 from ludus.chat.render import Renderer
 from ludus.config.sections.rollout import BranchConfig, NotesConfig, RolloutConfig
-from ludus.engines.base import ContinuesActions, Engine, Request, seed_for
+from ludus.engines.base import ContinuesActions, Engine, HasRoleAdapters, Request, seed_for
 from ludus.envs.base import World
 from ludus.envs.tool_env import ExtraToolsEnv, ToolLimits
 from ludus.errors import EngineError, WorldError
@@ -62,6 +62,10 @@ class LockstepEngine:
     @property
     def continues_actions(self) -> bool:
         return isinstance(self.inner, ContinuesActions) and self.inner.continues_actions
+
+    @property
+    def roles(self) -> Collection[str]:
+        return self.inner.roles if isinstance(self.inner, HasRoleAdapters) else ()
 
     def swap(self, leaving: str | None, joining: str | None) -> None:
         """Replace an episode by another atomically, so that no round starts in between."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
@@ -18,6 +20,17 @@ class LoraConfig(Section):
     """The update is scaled by alpha / rank."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
     """Names of the linear layers with an adapter, or all-linear."""
+    roles: list[str] = Field([])
+    """Roles of agents with an own adapter, which only their tokens train; all other roles share one."""
+
+    @model_validator(mode="after")
+    def _roles_are_names(self) -> Self:
+        if twice := [role for role, count in Counter(self.roles).items() if count > 1]:
+            raise ValueError(f"model.lora.roles has {twice[0]!r} twice")
+        if invalid := [role for role in self.roles if not re.fullmatch(r"[\w-]+", role)]:
+            allowed = "a role has letters, digits, - and _, without kind and number"
+            raise ValueError(f"model.lora.roles has {invalid[0]!r}, but {allowed}")
+        return self
 
 
 class ScratchConfig(Section):

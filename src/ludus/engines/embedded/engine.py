@@ -12,7 +12,7 @@ import logging
 import threading
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Collection, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,6 +23,7 @@ import torch
 from ludus.engines.base import (
     BASE,
     DEFAULT,
+    ROLE_ADAPTER,
     TOKEN_WATCHERS,
     AdapterVersions,
     EngineStats,
@@ -36,7 +37,7 @@ from ludus.engines.embedded.model_runner import RaggedForward
 from ludus.engines.embedded.sampler import GuideCompiler, GuideState
 from ludus.engines.embedded.scheduler import BatchScheduler, SequenceScheduler, SequenceState
 from ludus.engines.models.fingerprint import fingerprint_adapted
-from ludus.engines.models.lora import is_peft
+from ludus.engines.models.lora import is_peft, role_adapters
 from ludus.errors import EngineBusy, EngineError, RequestRejected, SyncError, UserError
 from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 
@@ -121,6 +122,7 @@ class LocalEngine:
             _set_num_threads(before)
         self._forward = self._core.runner
         self._core.version = version
+        self._roles = frozenset(name.removeprefix(ROLE_ADAPTER) for name in role_adapters(self._model))
         self._sessions = SessionCache(self._core, keep_on_update=not settings.recompute_on_update)
         self._worker = ComputeThread(self._core, settings.threads)
 
@@ -139,6 +141,10 @@ class LocalEngine:
     @property
     def continues_actions(self) -> bool:
         return True
+
+    @property
+    def roles(self) -> Collection[str]:
+        return self._roles
 
     async def generate(self, request: Request) -> Completion:
         (completion,) = await self.generate_batch([request])

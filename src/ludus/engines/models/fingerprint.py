@@ -32,7 +32,7 @@ _EMPTY = hashlib.sha256().hexdigest()
 def fingerprint_module(module: nn.Module) -> str:
     """Return a BLAKE2b digest (32 hex characters) of all named parameters, a tied one under its first name.
 
-    A PEFT model has the digest of its base model with the adapter held separately; UserError if it is not LoRA.
+    A PEFT model has the digest of its base model with the adapters held separately; UserError if it is not LoRA.
     """
     from ludus.engines.models.lora import lora_layers
 
@@ -40,18 +40,17 @@ def fingerprint_module(module: nn.Module) -> str:
 
 
 def fingerprint_adapted(module: nn.Module, pairs: Mapping[str, LowRank]) -> str:
-    """Return the digest of a model's own parameters with one adapter's factors in their layers' precision."""
+    """Return the digest of a model's own parameters with factors (see `lora_layers`) in their layers' precision."""
     return _fingerprint_parts(dict(module.named_parameters()), pairs)
 
 
 def fingerprint_gathered(module: nn.Module, tensors: Mapping[str, torch.Tensor]) -> str:
     """Return `fingerprint_module` of a model whose gathered parameters are `tensors`, by its names."""
-    from ludus.engines.models.lora import FACTOR, LowRank, lora_layers
+    from ludus.engines.models.lora import FACTOR, LowRank, factor_key, lora_layers
 
-    factors = {match.groups(): t for name, t in tensors.items() if (match := FACTOR.fullmatch(name))}
-    pairs = {
-        layer: LowRank(factors[layer, "A"], factors[layer, "B"], pair.scaling) for layer, pair in lora_layers(module)
-    }
+    found = ((match, tensor) for name, tensor in tensors.items() if (match := FACTOR.fullmatch(name)))
+    factors = {(factor_key(match[1], match[3]), match[2]): tensor for match, tensor in found}
+    pairs = {key: LowRank(factors[key, "A"], factors[key, "B"], pair.scaling) for key, pair in lora_layers(module)}
     return _fingerprint_parts(tensors, pairs)
 
 
@@ -65,7 +64,7 @@ def _fingerprint_parts(tensors: Mapping[str, torch.Tensor], pairs: Mapping[str, 
         return digest
     factors: dict[str, torch.Tensor] = {}
     for layer, pair in pairs.items():
-        dtype = base[f"{layer}.weight"].dtype
+        dtype = base[f"{layer.rpartition('/')[2]}.weight"].dtype
         factors[f"{layer}.lora_A"], factors[f"{layer}.lora_B"] = pair.down.to(dtype), pair.up.to(dtype)
         factors[f"{layer}.scaling"] = torch.tensor(pair.scaling, dtype=torch.float32)
     combined = f"{digest}+{fingerprint_tensors(factors)}"

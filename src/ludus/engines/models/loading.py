@@ -16,9 +16,9 @@ from torch.nn.functional import rms_norm
 
 from ludus.config.paths import check_model_folder
 from ludus.config.sections.model import ScratchConfig
-from ludus.engines.base import first_line
+from ludus.engines.base import ROLE_ADAPTER, first_line
 from ludus.engines.models import smollm2
-from ludus.engines.models.lora import is_peft
+from ludus.engines.models.lora import is_peft, role_adapters
 from ludus.errors import StorageError, UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -144,6 +144,11 @@ def _load_adapted(folder: Path, dtype: DTypeName, device: DeviceName) -> PreTrai
         raise UserError(
             f"{folder} holds only adapters, which need the package peft.", "Install it: pip install 'ludus[lora]'."
         )
+    if roles := sorted(path.name for path in folder.glob(f"{ROLE_ADAPTER}*")):
+        raise UserError(
+            f"{folder} holds an adapter for each of several roles, and a merged model has only one.",
+            f"Choose the folder of a role: {folder / roles[0]}.",
+        )
     from peft import PeftModel
 
     with _loading(f"The adapters in {folder}", "Use a full model."):
@@ -205,7 +210,8 @@ def save_model(
     folder: Path,
     weights: Mapping[str, torch.Tensor] | None = None,
 ) -> None:
-    """Write a checkpoint for `from_pretrained`, with the tokenizer; for a PEFT model only the adapters.
+    """Write a checkpoint for `from_pretrained`, with the tokenizer; for a PEFT model only the adapters, those of roles
+    in folders of their names.
 
     `weights`, by name, replace the model's own. Raises StorageError.
     """
@@ -217,7 +223,8 @@ def save_model(
             if isinstance(config.target_modules, set):  # PEFT would write it in a different order per process
                 config.target_modules = sorted(config.target_modules)
         model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
-        tokenizer.save_pretrained(folder)
+        for target in (folder, *(folder / name for name in role_adapters(model))):
+            tokenizer.save_pretrained(target)
     except (OSError, SafetensorError) as error:
         raise StorageError(
             f"The model cannot be written to {folder}: {error}", "Free some space or choose another folder."

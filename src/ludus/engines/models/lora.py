@@ -9,7 +9,9 @@ from __future__ import annotations
 import json
 import math
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -21,14 +23,15 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from torch.utils.hooks import RemovableHandle
 
-from ludus.engines.base import DEFAULT
+from ludus.engines.base import DEFAULT, ROLE_ADAPTER
 from ludus.errors import SyncError, UserError
 
 if TYPE_CHECKING:
+    from peft.tuners.tuners_utils import BaseTunerLayer
     from transformers import PreTrainedModel
 
-FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.[^.]+)?\.weight")
-"""Name of a factor in PEFT: its layer, and A (down) or B (up)."""
+FACTOR = re.compile(r"(?:base_model\.model\.)?(.+)\.lora_([AB])(?:\.([^.]+))?\.weight")
+"""Name of a factor in PEFT: its layer, A (down) or B (up), and the adapter if it is named."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +44,8 @@ class LowRank:
 
 
 class AdapterBank:
-    """The adapters of one model, by name; a PEFT model's own is `DEFAULT`. Raises UserError if it is not LoRA."""
+    """The adapters of one model, by name; a PEFT model's own are `DEFAULT` and those of roles. Raises UserError if they
+    are not LoRA."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._pairs: dict[str, dict[str, LowRank]] = {}
@@ -50,13 +54,18 @@ class AdapterBank:
         self._model = model
         self.generation = 0
         """Changes if the factors of an adapter move to other memory."""
-        peft_pairs = dict(lora_layers(model))
         linears = [(n, m) for n, m in model.named_modules() if isinstance(m, nn.Linear) and ".lora_" not in n]
         plain = {n.removeprefix("base_model.model.").removesuffix(".base_layer"): m for n, m in linears}
         self._layers: dict[str, nn.Linear] = {name: module for name, module in plain.items() if name != "lm_head"}
-        if peft_pairs:
-            self._register(DEFAULT, peft_pairs)
+        own: dict[str, dict[str, LowRank]] = {}
+        for key, pair in lora_layers(model):
+            adapter, _, layer = key.rpartition("/")
+            own.setdefault(adapter or DEFAULT, {})[layer] = pair
+        for name, pairs in own.items():
+            self._register(name, pairs)
+        if own:
             model.disable_adapter_layers()
+        self._own_roles = [name for name in own if name != DEFAULT]
 
     @property
     def names(self) -> frozenset[str]:
@@ -78,8 +87,14 @@ class AdapterBank:
             self._register(name, pairs)
 
     def pairs(self, name: str) -> Mapping[str, LowRank]:
-        """Return the factors of an adapter by layer; {} for "". Raises KeyError for an unknown adapter."""
-        return self._pairs[name] if name else {}
+        """Return the factors of an adapter by layer; {} for "". Raises KeyError for an unknown adapter.
+
+        Those of `DEFAULT` include those of the roles, as `lora_layers`.
+        """
+        if not name:
+            return {}
+        roles = self._own_roles if name == DEFAULT else ()
+        return self._pairs[name] | {f"{role}/{at}": pair for role in roles for at, pair in self._pairs[role].items()}
 
     def unload(self, name: str) -> None:
         self._pairs.pop(name, None)
@@ -119,8 +134,9 @@ class AdapterBank:
         for pairs, mask in self._active:
             pair = pairs.get(layer)
             if pair is not None:
-                extra = linear(linear(x, pair.down), pair.up) * pair.scaling
-                y = y + extra if mask is None else torch.where(mask, y + extra, y)
+                extra = linear(linear(x.to(pair.down.dtype), pair.down), pair.up) * pair.scaling
+                added = (y + extra).to(y.dtype)  # the own adapters of a 16-bit model have 32 bits, as in PEFT
+                y = added if mask is None else torch.where(mask, added, y)
         return y
 
 
@@ -152,8 +168,8 @@ def _copy_into(memory: Mapping[str, LowRank], pairs: Mapping[str, LowRank]) -> b
 
 
 def lora_layers(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
-    """Yield the factors of a PEFT model's adapter, without copying them; nothing for a plain model.
-    Raises UserError for anything but one LoRA of linear layers."""
+    """Yield the factors of a PEFT model's adapter by layer, without copying them; nothing for a plain model. Those of a
+    role's adapter have the name `ADAPTER/LAYER`. Raises UserError for anything but LoRA of linear layers."""
     if not is_peft(model):
         return
     from peft.tuners.lora import Linear
@@ -169,11 +185,47 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
                 f"The embedded engine supports only plain LoRA of linear layers; {name} differs.",
                 "Exclude the output layer from the targets; do not use DoRA or several active adapters.",
             )
-        (adapter,) = active
-        yield (
-            name.removeprefix("base_model.model."),
-            LowRank(module.lora_A[adapter].weight, module.lora_B[adapter].weight, float(module.scaling[adapter])),
-        )
+        layer = name.removeprefix("base_model.model.")
+        for adapter in (*active, *(one for one in module.lora_A if one.startswith(ROLE_ADAPTER))):
+            down, up = module.lora_A[adapter].weight, module.lora_B[adapter].weight
+            yield factor_key(layer, adapter), LowRank(down, up, float(module.scaling[adapter]))
+
+
+def factor_key(layer: str, adapter: str | None) -> str:
+    """Return the name of a layer's factors in `lora_layers`."""
+    return f"{adapter}/{layer}" if adapter is not None and adapter.startswith(ROLE_ADAPTER) else layer
+
+
+def role_adapters(model: PreTrainedModel) -> list[str]:
+    """Return the names of the adapters of roles."""
+    return [name for name in model.peft_config if name.startswith(ROLE_ADAPTER)] if is_peft(model) else []
+
+
+def _adapted_layers(module: nn.Module) -> list[BaseTunerLayer]:
+    if "peft" not in sys.modules:
+        return []
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    return [layer for layer in module.modules() if isinstance(layer, BaseTunerLayer)]
+
+
+def adapters_in_use(module: nn.Module) -> Sequence[str]:
+    """Return the active adapters of a PEFT model or a part of it; empty for a plain one."""
+    return next((tuple(layer.active_adapters) for layer in _adapted_layers(module)), ())
+
+
+@contextmanager
+def use_adapter(module: nn.Module, *names: str) -> Iterator[None]:
+    """Use an adapter of a PEFT model, or of a part of it, in the block; none without names. All stay trainable."""
+    layers = _adapted_layers(module)
+    before = [layer._active_adapter for layer in layers]
+    for layer in layers:
+        layer._active_adapter = [*names]
+    try:
+        yield
+    finally:
+        for layer, active in zip(layers, before, strict=True):
+            layer._active_adapter = active
 
 
 def is_peft(model: object) -> bool:
@@ -181,7 +233,7 @@ def is_peft(model: object) -> bool:
     return "PeftModel" in {c.__name__ for c in type(model).__mro__}
 
 
-_CONFIG, _WEIGHTS = "adapter_config.json", "adapter_model.safetensors"
+_CONFIG, ADAPTER_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 
 @dataclass(frozen=True, slots=True)
@@ -223,7 +275,7 @@ def write_adapter(folder: Path, state: Mapping[str, torch.Tensor], scaling: floa
         match = FACTOR.fullmatch(name)
         if match is None:
             raise SyncError(f"{name} is not a factor of a LoRA adapter.")
-        layer, factor = match.groups()
+        layer, factor, _ = match.groups()
         targets.add(layer.rpartition(".")[2])
         ranks.add(tensor.shape[0] if factor == "A" else tensor.shape[1])
         plain = tensor.detach().cpu().contiguous().clone()
@@ -242,7 +294,7 @@ def write_adapter(folder: Path, state: Mapping[str, torch.Tensor], scaling: floa
         "inference_mode": True,
     }
     folder.mkdir(parents=True, exist_ok=True)
-    save_file(stored, folder / _WEIGHTS, metadata={"format": "pt"})
+    save_file(stored, folder / ADAPTER_FILE, metadata={"format": "pt"})
     (folder / _CONFIG).write_text(json.dumps(config, indent=1) + "\n", "utf-8")
     return rank
 
@@ -254,11 +306,11 @@ def read_adapter(folder: Path) -> AdapterFiles:
 
     try:
         config = _Config.model_validate_json((folder / _CONFIG).read_bytes())
-        state = load_file(folder / _WEIGHTS)
+        state = load_file(folder / ADAPTER_FILE)
     except (OSError, SafetensorError) as error:
         raise UserError(
             f"The adapter at {folder} cannot be read: {error}.",
-            f"The folder must hold {_CONFIG} and {_WEIGHTS}, as written by PEFT.",
+            f"The folder must hold {_CONFIG} and {ADAPTER_FILE}, as written by PEFT.",
         ) from error
     except ValidationError as error:
         field_path = ".".join(map(str, error.errors()[0]["loc"]))

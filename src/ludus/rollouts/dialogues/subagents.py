@@ -116,7 +116,8 @@ def _named(chat: ChatSession, place: Sequence[int]) -> ChatSession:
     if not isinstance(chat, EngineChatSession):
         return chat
     name = ".".join(map(str, place))
-    return replace(chat, episode=f"{chat.episode}~{name}", seed=seed_for(chat.seed, _name(place)))
+    agent = _name(place)
+    return replace(chat, episode=f"{chat.episode}~{name}", seed=seed_for(chat.seed, agent), agent=agent)
 
 
 def _moved(segments: Sequence[Segment], start: int, first_turn: int, agent: str) -> list[Segment]:

@@ -244,6 +244,11 @@ class DivergenceTarget(NamedTuple):
     states: HiddenStates
     which: Divergence
 
+    def of(self, own: Tensor, scored: Tensor) -> DivergenceTarget:
+        """Return the target at the positions `own` among those `scored`, `[B, L]` each."""
+        hidden = self.states.hidden[own[:, 1:][scored[:, 1:]]]
+        return self._replace(states=self.states._replace(hidden=hidden))
+
 
 def divergence(own: HiddenStates, against: DivergenceTarget, *, rows: int | None = None) -> Tensor:
     """Return `[A]` nats between tempered distributions, with gradient to `own`, in chunks of `rows` states."""

@@ -133,8 +133,8 @@ class Row:
 
     `trains` marks tokens in the loss, `behavior` holds the engine's log-probabilities (0 if absent, with
     `sampled` False), `advantages` one value per token. `observed` marks environment tokens (empty: none),
-    `positive` a successful trajectory, `expert` an expert's. `name` is used in messages, `data_class` is the
-    category of a demonstration.
+    `policies` holds `Segment.policy` (empty: "" for all), `positive` a successful trajectory, `expert` an expert's.
+    `name` is used in messages, `data_class` is the category of a demonstration.
     """
 
     tokens: tuple[int, ...]
@@ -143,6 +143,7 @@ class Row:
     behavior: tuple[float, ...]
     advantages: tuple[float, ...]
     observed: tuple[bool, ...] = ()
+    policies: tuple[str, ...] = ()
     positive: bool = False
     expert: bool = False
     name: str = ""
@@ -154,7 +155,8 @@ class Microbatch:
     """Right-padded tensors `[B, L]` of rows; `index` holds the rows' batch indices, `names` their names.
 
     `tokens` int64; `trains`, `sampled`, `observed` bool; `behavior`, `advantages` float32 or float64;
-    `positive`, `expert` `[B]` bool. With right padding, a causal mask hides padding from real tokens.
+    `positive`, `expert` `[B]` bool; `policies` bool by adapter, empty if no row has policies. With right padding, a
+    causal mask hides padding from real tokens.
     """
 
     index: tuple[int, ...]
@@ -167,6 +169,7 @@ class Microbatch:
     positive: Tensor
     expert: Tensor
     names: tuple[str, ...]
+    policies: Mapping[str, Tensor]
 
 
 def row_of_segments(segments: Sequence[Segment]) -> Row:
@@ -197,7 +200,9 @@ def row_of_trajectory(
     observed = tuple(new and s.kind == "observation" for s, new in segments for _ in s.tokens)
     tokens = tuple(token for s, _ in segments for token in s.tokens)
     behavior = tuple(lp for s, _ in segments for lp in (s.logprobs or (0.0,) * len(s.tokens)))
-    return Row(tokens, trains, sampled, behavior, advantages, observed, name=trajectory.name)
+    policies = tuple(s.policy for s, _ in segments for _ in s.tokens)
+    row = Row(tokens, trains, sampled, behavior, advantages, observed, name=trajectory.name)
+    return replace(row, policies=policies) if any(policies) else row
 
 
 def apply_mask(row: Row, trains: Sequence[bool] | None) -> Row:
@@ -252,6 +257,7 @@ def _cut_row(row: Row, path: int, start: int, end: int) -> Row:
         behavior=(0.0,) * context + row.behavior[start:end],
         advantages=(0.0,) * context + row.advantages[start:end],
         observed=(False,) * context + row.observed[start:end] if row.observed else (),
+        policies=row.policies[path:end],
     )
 
 
@@ -348,6 +354,9 @@ def _pad(rows: Sequence[Row], index: tuple[int, ...], device: torch.device, dtyp
     def padded(values: list[Sequence[float]], kind: torch.dtype) -> Tensor:
         return pad_table(values, kind, length).to(device)
 
+    of_tokens = [row.policies or ("",) * len(row.tokens) for row in rows]
+    adapters = sorted({name for names in of_tokens for name in names}) if any(row.policies for row in rows) else []
+
     return Microbatch(
         index=index,
         tokens=padded([row.tokens for row in rows], torch.int64),
@@ -359,6 +368,7 @@ def _pad(rows: Sequence[Row], index: tuple[int, ...], device: torch.device, dtyp
         positive=torch.tensor([row.positive for row in rows], device=device),
         expert=torch.tensor([row.expert for row in rows], device=device),
         names=tuple(row.name for row in rows),
+        policies={a: padded([[name == a for name in names] for names in of_tokens], torch.bool) for a in adapters},
     )
 
 

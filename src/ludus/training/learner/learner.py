@@ -412,7 +412,7 @@ class Learner:
         replay: AbstractContextManager[None] = nullcontext()
         if self.scorer.routing is not None and known.experts is not None:
             replay = self.scorer.routing.replay([known.experts[i] for i in part.index])
-        with replay:
+        with replay, self.scorer.using(part.policies):
             loss, statistics = self._loss(part, normaliser, known, aux, against)
             if loss.requires_grad:
                 torch.autograd.backward(loss)
@@ -472,7 +472,8 @@ class Learner:
         local = [rows[i] for i in indices]
 
         def score(part: Microbatch) -> None:
-            scores = function(part.tokens, part.trains, entropy)
+            with self.scorer.using(part.policies):
+                scores = function(part.tokens, part.trains, entropy)
             for position, i in enumerate(part.index):
                 length = len(local[i].tokens)
                 entropies = None if scores.entropy is None else scores.entropy[position, :length]

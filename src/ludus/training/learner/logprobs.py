@@ -8,10 +8,10 @@ flags are switched during a forward pass.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -21,8 +21,9 @@ from torch.utils.checkpoint import checkpoint
 
 from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.kl import FULL_KL_NAMES
+from ludus.engines.base import DEFAULT
 from ludus.engines.embedded.model_runner import OneDnnLinear, agreement, use_onednn
-from ludus.engines.models.lora import is_peft
+from ludus.engines.models.lora import adapters_in_use, is_peft, role_adapters, use_adapter
 from ludus.errors import LearnerError, UserError
 from ludus.training.batches import prefix_packing
 from ludus.training.batches.chunked_lm_head import (
@@ -100,8 +101,8 @@ def checkpointed(layers: Sequence[Checkpointable]) -> Iterator[None]:
         return
     modes = [layer.training for layer in layers]
     for layer in layers:
-        make_contexts = partial(_contexts, layer)
-        layer._gradient_checkpointing_func = partial(checkpoint, use_reentrant=False, context_fn=make_contexts)
+        contexts = functools.partial(_contexts, layer)
+        layer._gradient_checkpointing_func = functools.partial(checkpoint, use_reentrant=False, context_fn=contexts)
         layer.gradient_checkpointing = True
         layer.training = True
     try:
@@ -113,12 +114,26 @@ def checkpointed(layers: Sequence[Checkpointable]) -> Iterator[None]:
 
 
 def _contexts(layer: Checkpointable) -> tuple[AbstractContextManager[object], AbstractContextManager[object]]:
-    """Return the contexts of a layer's forward pass and of its recomputation, which no function mode covers."""
+    """Return the contexts of a layer's forward pass and of its recomputation."""
     assert isinstance(layer, nn.Module)
-    return nullcontext(), in_float64(layer)
+    return nullcontext(), _recomputation(layer, adapters_in_use(layer))
+
+
+@contextmanager
+def _recomputation(layer: nn.Module, adapters: Sequence[str]) -> Iterator[None]:
+    """Compute again with these adapters and in the precision of the pass, whose function mode has ended."""
+    with in_float64(layer), use_adapter(layer, *adapters):
+        yield
 
 
 _TRIAL_TOKENS = 24
+_Comparison = tuple[TokenScores, dict[str, Tensor]]
+
+
+def _add_scores(left: _Comparison, right: _Comparison) -> _Comparison:
+    (a, others), (b, more) = left, right
+    entropy = None if a.entropy is None or b.entropy is None else a.entropy + b.entropy
+    return TokenScores(a.logprobs + b.logprobs, entropy), {name: one + more[name] for name, one in others.items()}
 
 
 @dataclass
@@ -134,8 +149,10 @@ class LogprobScorer:
     routing: RoutingReplay | None = None
     shares_prefixes: bool = field(default=False, init=False)
     """Whether rows are packed as a forest; otherwise they are padded."""
+    _policies: Mapping[str, Tensor] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
+        self._has_roles = bool(role_adapters(self.model))
         self._layers = checkpointable_layers(self.model) if self.recompute else []
         prefix_packing.register()
         use_onednn(self.model)
@@ -143,6 +160,15 @@ class LogprobScorer:
         head = self.model.get_output_embeddings()
         self._head: nn.Linear | None = head if type(head) in (nn.Linear, OneDnnLinear) else None
         self.shares_prefixes = self._body is not None and self._head is not None and self._trial()
+
+    @contextmanager
+    def using(self, policies: Mapping[str, Tensor]) -> Iterator[None]:
+        """Score the tokens of a microbatch, with their context, under the adapters of their `Microbatch.policies`."""
+        self._policies = policies if self._has_roles else {}
+        try:
+            yield
+        finally:
+            self._policies = {}
 
     def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> TokenScores:
         """Return log-probabilities (natural, float32 or better) of the tokens `[B, L]` marked in `scored`.
@@ -156,6 +182,26 @@ class LogprobScorer:
         self, tokens: Tensor, scored: Tensor, entropy: Entropy, against: Mapping[str, DivergenceTarget]
     ) -> tuple[TokenScores, dict[str, Tensor]]:
         """Return the scores, and by name the divergences `[B, L]` from other models. Raises as `distributions`."""
+
+        def compare_own(own: Tensor) -> _Comparison:
+            targets = against if own is scored else {name: one.of(own, scored) for name, one in against.items()}
+            return self._compare(tokens, own, entropy, targets)
+
+        return self._sum_over_policies(scored, compare_own)
+
+    def _sum_over_policies(self, scored: Tensor, score: Callable[[Tensor], _Comparison]) -> _Comparison:
+        """Return the sum of the scores of each policy's tokens, which are 0 elsewhere."""
+        if not self._policies:
+            return score(scored)
+        found = []
+        for name, mask in self._policies.items():
+            with use_adapter(self.model, name or DEFAULT):
+                found.append(score(scored & mask))
+        return functools.reduce(_add_scores, found)
+
+    def _compare(
+        self, tokens: Tensor, scored: Tensor, entropy: Entropy, against: Mapping[str, DivergenceTarget]
+    ) -> _Comparison:
         rows, columns = torch.nonzero(scored[:, 1:], as_tuple=True)
         if self.routing is not None and bool((tokens == BREAK).any()):
             raise LearnerError(
@@ -193,6 +239,9 @@ class LogprobScorer:
     @torch.no_grad()
     def sum_pi_squared(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> TokenScores:
         """Return the sum of squared probabilities at each scored token, instead of log-probabilities."""
+        return self._sum_over_policies(scored, lambda own: (self._sum_squared(tokens, own), {}))[0]
+
+    def _sum_squared(self, tokens: Tensor, scored: Tensor) -> TokenScores:
         states = self.distributions(tokens, scored)
         rows, columns = torch.nonzero(scored[:, 1:], as_tuple=True)
         parts = torch.split(states.hidden, max(1, CHUNK_LOGITS // states.head.weight.shape[0]))

@@ -22,6 +22,7 @@ from ludus.training.distributed.collectives import (
 )
 
 _MOMENTS = ("exp_avg", "exp_avg_sq")
+_STEP = "step/"
 
 
 class OptimizerSettings(OptimizerSection):
@@ -149,14 +150,20 @@ class Optimizer:
                 master.grad, parameter.grad = parameter.grad.float(), None
 
     def state_dict(self) -> dict[str, torch.Tensor]:
-        """Return the moments by parameter name, and the master weights, as plain tensors."""
+        """Return the moments by parameter name, and the master weights, as plain tensors; also the number of steps of
+        each parameter that had no gradient in some steps."""
         moments = {
             f"{kind}/{name}": self._adamw.state[moved][kind]
             for name, moved in self._updated.items()
             if moved in self._adamw.state
             for kind in _MOMENTS
         }
-        return moments | {f"master/{name}": m for name, m in self._masters.items() if self.num_steps}
+        counts = {
+            name: int(self._adamw.state[p]["step"]) if p in self._adamw.state else 0
+            for name, p in self._updated.items()
+        }
+        fewer = {f"{_STEP}{name}": torch.tensor(count) for name, count in counts.items() if count != self.num_steps}
+        return moments | fewer | {f"master/{name}": m for name, m in self._masters.items() if self.num_steps}
 
     def zero_state_dict(self) -> dict[str, torch.Tensor]:
         """Return zeros in the shapes, types and sharding of `state_dict` after a step."""
@@ -168,18 +175,23 @@ class Optimizer:
         self.num_steps = num_steps
         if num_steps == 0:
             return
-        expected = {f"{kind}/{name}" for name in self._named for kind in _MOMENTS}
+        fewer = {name.removeprefix(_STEP): int(count) for name, count in state.items() if name.startswith(_STEP)}
+        counts = {name: fewer.pop(name, num_steps) for name in self._updated}
+        expected = {f"{kind}/{name}" for name, count in counts.items() if count for kind in _MOMENTS}
         expected |= {f"master/{name}" for name in self._masters}
-        if set(state) != expected:
-            mismatch = sorted(expected ^ set(state))[0]
+        stored = {name for name in state if not name.startswith(_STEP)} | fewer.keys()
+        if stored != expected:
+            mismatch = sorted(expected ^ stored)[0]
             raise LearnerError(
                 f"The optimizer state does not match the model: {mismatch}.",
                 "Resume with the run's original model.master_weights." if mismatch.startswith("master/") else "",
             )
         for name, moved in self._updated.items():
+            if not counts[name]:
+                continue
             moments = {kind: torch.zeros_like(moved) for kind in _MOMENTS}
             for kind, moment in moments.items():
                 copy_into(moment, state[f"{kind}/{name}"])
-            self._adamw.state[moved] = {"step": torch.tensor(float(num_steps)), **moments}
+            self._adamw.state[moved] = {"step": torch.tensor(float(counts[name])), **moments}
         for name, master in self._masters.items():
             copy_into(master, state[f"master/{name}"])

@@ -22,6 +22,7 @@ from ludus.diagnostics.history import MetricsHistory
 from ludus.diagnostics.trackers import Tracker, make_tracker, read_metrics
 from ludus.engines.models.fingerprint import fingerprint_adapted
 from ludus.engines.models.loading import load_model, load_tokenizer
+from ludus.engines.models.lora import use_adapter
 from ludus.errors import ConfigError, UserError
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.rollout_files import token_values_path, truncate_lines
@@ -78,11 +79,11 @@ class AdapterOff:
     temperature: float
 
     def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> TokenScores:
-        with self.model.disable_adapter():
+        with use_adapter(self.model):
             return self._scorer.score(tokens, scored, entropy)
 
     def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
-        with self.model.disable_adapter():
+        with use_adapter(self.model):
             return self._scorer.distributions(tokens, scored)
 
     @cached_property

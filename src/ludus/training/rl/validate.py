@@ -36,6 +36,7 @@ from ludus.training.rl.sync_trainer import task_order
 from ludus.training.run.preflight import check_plugins
 from ludus.training.run.session import TrainingSession, open_session
 from ludus.training.value_models.factory import warmup_steps
+from ludus.types import POLICY
 
 NO_PROGRESS = AuditProgress()
 
@@ -85,6 +86,7 @@ def check_settings(config: Config, world: World) -> None:
     check_agents(config, world)
     check_notes(config, world)
     check_opponents(config, world)
+    check_role_adapters(config, algorithm, world)
     check_engine(config)
     check_evaluation(config, world)
     task_order(config, world)
@@ -372,6 +374,32 @@ def check_opponents(config: Config, world: World) -> None:
     }
     if found := [name for name, applies in unsupported.items() if applies]:
         raise ConfigError(f"rollout.opponents cannot be combined with {found[0]}.", "Unset one of them.")
+
+
+def check_role_adapters(config: Config, algorithm: Algorithm, world: World) -> None:
+    """Raise ConfigError if `model.lora.roles` names a role that no agent has, or a setting does not support it."""
+    roles = config.model.lora.roles if config.model.lora is not None else []
+    if not roles:
+        return
+    models = (Need.CRITIC, Need.OUTCOME_CRITIC, Need.PROCESS_REWARD_MODEL)
+    unsupported = {
+        "engine.url": config.engine.is_external,
+        "engine.plugin": config.engine.plugin is not None,
+        "cluster.enabled": config.cluster.enabled,
+        "training.learner.shard": config.training.learner.shard,
+        "training.learner.replay_routing": config.training.learner.replay_routing,
+        "staleness.replay.sources": bool(config.staleness.replay.sources),
+        f"algorithm.loss = {algorithm.loss!r}": algorithm.loss_spec.has(Need.DEMONSTRATIONS),
+        f"algorithm.advantage = {algorithm.advantage!r}": any(map(algorithm.advantage_spec.has, models)),
+    }
+    if found := [name for name, applies in unsupported.items() if applies]:
+        raise ConfigError(f"model.lora.roles cannot be combined with {found[0]}.", "Unset one of them.")
+    named = [*world.roles, *(["sub"] if config.rollout.subagents.max_depth else []), POLICY]
+    known = list(dict.fromkeys(role.partition(":")[0] for role in named))
+    unknown = [role for role in roles if role not in known]
+    if unknown and (world.roles or not (world.runs_agents or config.rollout.agent.is_set)):
+        text = f"model.lora.roles names {unknown[0]!r}, which is not a role of the world {world.name!r}."
+        raise ConfigError(text, f"{did_you_mean(unknown[0], known)}Roles: {', '.join(known)}.")
 
 
 def config_warnings(config: Config) -> list[str]:

@@ -27,7 +27,9 @@ from safetensors import SafetensorError
 
 from ludus.algorithms.kl import KlState
 from ludus.config.schema import AlarmAction, AlarmsConfig
+from ludus.engines.base import DEFAULT, ROLE_ADAPTER
 from ludus.engines.models.loading import save_model
+from ludus.engines.models.lora import ADAPTER_FILE
 from ludus.errors import StorageError, UserError
 from ludus.rollouts.ledger import AccountingError, LedgerState
 from ludus.training.distributed.collectives import full_state_dict, is_sharded, local_shard
@@ -271,7 +273,7 @@ def load_text(folder: Path, name: str) -> str | None:
 def load_weights(folder: Path, model: PreTrainedModel) -> None:
     """Copy the weights into `model`. Raises UserError if it does not fit, StorageError if a file is damaged."""
     stored: dict[str, torch.Tensor] = {}
-    if not (adapter := folder / "adapter_model.safetensors").is_file():
+    if not (folder / ADAPTER_FILE).is_file():
         for part in sorted(folder.glob("model*.safetensors")):
             stored |= _read_tensors(part)
         _check_fits(folder, dict(model.named_parameters()), stored)
@@ -280,12 +282,14 @@ def load_weights(folder: Path, model: PreTrainedModel) -> None:
         return
     from peft import PeftModel, get_peft_model_state_dict, set_peft_model_state_dict
 
-    stored = _read_tensors(adapter)
-    if not isinstance(model, PeftModel):
+    names = [DEFAULT, *(path.name for path in sorted(folder.glob(f"{ROLE_ADAPTER}*")))]
+    if not isinstance(model, PeftModel) or {*names} != {*model.peft_config}:
         hint = "Resume with the run's original model.lora."
-        raise UserError(f"The checkpoint {folder} has adapters, but the model has none.", hint)
-    _check_fits(folder, get_peft_model_state_dict(model), stored)
-    set_peft_model_state_dict(model, stored)
+        raise UserError(f"The checkpoint {folder} has the adapters {', '.join(names)}, and the model has others.", hint)
+    for name in names:
+        stored = _read_tensors((folder if name == DEFAULT else folder / name) / ADAPTER_FILE)
+        _check_fits(folder, get_peft_model_state_dict(model, adapter_name=name), stored)
+        set_peft_model_state_dict(model, stored, adapter_name=name)
 
 
 def _read_tensors(path: Path) -> dict[str, torch.Tensor]:

@@ -40,6 +40,8 @@ def check_new_run(config: Config, kind: StageKind) -> None:
     check_new(config)
     if kind == "rl":
         algorithm_of(config)
+    elif config.model.lora is not None and config.model.lora.roles:
+        raise UserError("model.lora.roles needs agents, which only `ludus train` trains.", "Unset it.")
     check_extras(config)
     check_sources(config, kind)
     if config.rollout.agent.token_file is not None:
@@ -70,7 +72,7 @@ def num_saved(config: Config, tensors: Mapping[str, Sequence[int]]) -> int:
         names = [name for name in layers if not name.endswith(others)]
     else:
         names = [name for name in layers if name.rpartition(".")[2] in lora.target_modules]
-    return lora.rank * sum(sum(layers[name]) for name in names)
+    return (1 + len(lora.roles)) * lora.rank * sum(sum(layers[name]) for name in names)
 
 
 def init_shapes(init: ScratchConfig) -> dict[str, tuple[int, ...]]:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import os
+import re
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -17,11 +19,12 @@ from ludus.chat.tags import PROTOCOLS, TagsRenderer
 from ludus.config.schema import Config
 from ludus.config.sections.model import LoraConfig
 from ludus.config.sections.rollout import EngineConfig, EnvConfig, RolloutConfig
-from ludus.engines.base import Engine
+from ludus.engines.base import DEFAULT, ROLE_ADAPTER, Engine
 from ludus.engines.control_tokens import read_token
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.engines.embedded.kv_cache import PAGE
 from ludus.engines.models.loading import load_model, load_tokenizer, num_positions
+from ludus.engines.models.lora import FACTOR
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.http_client import RemoteEngineSettings, ServerUnreachable, serve_command
 from ludus.envs.base import World
@@ -139,6 +142,8 @@ def make_engine(session: TrainingSession) -> Engine:
 def server_engine(config: Config) -> ServerEngine:
     """Return the engine of the configured servers; with `model.lora` they receive adapters only."""
     engine, lora = config.engine, config.model.lora
+    if lora is not None and lora.roles:
+        raise UserError("model.lora.roles needs the embedded engine.", "Unset it or engine.url.")
     scaling = None if lora is None else lora.alpha / lora.rank
     keeps, moves = keeps_adapter_versions(config), config.staleness.moves
     settings = replace(server_settings(engine), keeps_adapters=keeps, moves_episodes=moves)
@@ -178,20 +183,30 @@ def engine_settings(config: Config, model: PreTrainedModel) -> EngineSettings:
 
 
 def keeps_adapter_versions(config: Config) -> bool:
-    """Return whether adapter versions coexist, so that pinned episodes do not block updates (not on a cluster)."""
-    stays = config.training.streams and not config.staleness.in_flight_weight_updates
-    return stays and config.model.lora is not None and not config.cluster.enabled
+    """Return whether adapter versions coexist, so that pinned episodes do not block updates (not on a cluster, and not
+    with adapters of roles)."""
+    lora, stays = config.model.lora, config.training.streams and not config.staleness.in_flight_weight_updates
+    return stays and lora is not None and not lora.roles and not config.cluster.enabled
 
 
 def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
-    """Return the model with trainable LoRA adapters and frozen base weights. Needs the `lora` extra."""
+    """Return the model with trainable LoRA adapters and frozen base weights. Needs the `lora` extra.
+
+    The adapters of roles begin with the same factors as the default one.
+    """
     try:
         from peft import LoraConfig as PeftConfig
         from peft import get_peft_model
     except ImportError as error:
         raise UserError("LoRA needs the package peft.", "Install it: pip install 'ludus[lora]'.") from error
     config = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
-    return cast("PreTrainedModel", get_peft_model(model, config))
+    adapted = get_peft_model(model, config)
+    for role in lora.roles:
+        adapted.add_adapter(ROLE_ADAPTER + role, copy.deepcopy(config))
+    factors = {name: p for name, p in adapted.named_parameters() if FACTOR.fullmatch(name)}
+    for name, factor in factors.items():
+        factor.requires_grad_(True).data.copy_(factors[re.sub(rf"\.{ROLE_ADAPTER}[^.]+", f".{DEFAULT}", name)].data)
+    return cast("PreTrainedModel", adapted)
 
 
 def check_tokenizer(run: RunFolder, session: TrainingSession) -> None:
