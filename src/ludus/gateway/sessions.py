@@ -56,15 +56,13 @@ _CONTEXT: Final = 2**17  # bodies of up to this many tokens are accepted; the se
 
 @dataclass(eq=False)
 class Served:
-    """A session, the event loop that samples, and what retries, `previous_response_id` and rewards refer to."""
+    """A session, the event loop that samples, and what retries and `previous_response_id` refer to."""
 
     key: str
     session: AgentSession
     loop: asyncio.AbstractEventLoop
     sent: OrderedDict[bytes, Response] = field(default_factory=OrderedDict)
     histories: OrderedDict[str, Sequence[Message]] = field(default_factory=OrderedDict)
-    places: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    """Places of the choices of each sent response."""
     num_running: int = 0
 
     async def sample(self, asked: SessionRequest) -> list[PendingTurn]:
@@ -95,19 +93,8 @@ class Served:
                 turn.commit()
 
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(commit_all(), self.loop))
-        self.places[name] = [turn.place for turn in turns]
+        self.session.add_response(name, [turn.place for turn in turns])
         keep_last(self.histories, f"resp_{name}", [*asked.messages, turns[0].action.message], _MAX_HISTORIES)
-
-    def place(self, response_id: str, index: int | None) -> tuple[int, int]:
-        """Return the place of a response, or of its choice `index`. Raises BadRequest if the session has none."""
-        places = self.places.get(response_id.replace("_", "-").rpartition("-")[2])
-        if places is None:
-            raise BadRequest(f"The session has sent no response {response_id[:80]!r}.", _NOT_FOUND)
-        if index is None and len(places) > 1:
-            raise BadRequest(f"The response has {len(places)} choices; set index.")
-        if (index or 0) >= len(places):
-            raise BadRequest(f"The response {response_id[:80]!r} has no choice {index}.", _NOT_FOUND)
-        return places[index or 0]
 
 
 _Act = Callable[[Request, Served], Awaitable[Response]]
@@ -262,7 +249,12 @@ class SessionServer:
         if given.response_id is None:
             served.session.reward = given.reward
         else:
-            served.session.rewards_by_place[served.place(given.response_id, given.index)] = given.reward
+            try:
+                served.session.reward_reply(given.response_id, given.reward, given.index)
+            except LookupError as error:
+                raise BadRequest(str(error), _NOT_FOUND) from error
+            except ValueError as error:
+                raise BadRequest(str(error)) from error
         if served.session.client is not None:
             served.session.client.touch()
         return JSONResponse({"status": "ok"})
