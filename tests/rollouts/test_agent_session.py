@@ -321,6 +321,15 @@ def test_agent_function_rewards_single_replies(agent):
     assert (found.turn_rewards, value) == ((0.5, 2.0, 0.0), 0.0)
 
 
+def test_ids_of_calls_differ_between_rollouts_and_not_between_attempts():
+    def ids(name):
+        session = AgentSession(lambda: make_chat(scripted([SEARCH]), episode=name), LIMITS)
+        return run(session.chat([user("a")], [echo]))["tool_calls"][0]["id"]
+
+    assert ids("1/t/0/0") == ids("1/t/0/1")
+    assert len({ids(name) for name in ("1/t/0/0", "1/t/1/0", "session-1", "session-2")}) == 4
+
+
 def test_agent_with_sub_agents_is_one_member_of_its_group():
     async def delegates(task, policy):
         parts = await asyncio.gather(*(policy.chat([user(f"{task} {i}")]) for i in range(3)))

@@ -306,9 +306,10 @@ class AgentSession(RewardedReplies):
 
     @cached_property
     def _salt(self) -> str:
-        """Text that makes the ids of tool calls unique over all rollouts."""
+        """Text that makes the ids of tool calls unique over all rollouts, equal for all attempts (`NAME/ATTEMPT`)."""
         first = self._rows[0].chat
         name = first.episode if isinstance(first, EngineChatSession) else str(id(self))
+        name = name.rpartition("/")[0] or name
         return hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
 
     async def _act(self, chat: ChatSession) -> Action | StopReason:
