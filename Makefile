@@ -132,10 +132,11 @@ $(VLLM)/.ready: $(VENV)/.ready
 		mkdir -p "$$site" && printf 'Metadata-Version: 2.1\nName: vllm\nVersion: 0.32.0+cpu\n' > "$$site/METADATA"
 	touch $@
 
-# The agents of examples/agents, each with its SDK.
+# The agents of examples/agents, each with its SDK; codex needs npm.
 agents: $(VENV)/.ready
 	$(PY) -m pip install $(PIP_FLAGS) -r examples/agents/requirements.txt
-	$(PY) -m pytest tests/test_agents.py
+	command -v npm >/dev/null && npm install --silent --prefix .bench/agents @openai/codex || true
+	PATH="$(CURDIR)/.bench/agents/node_modules/.bin:$$PATH" $(PY) -m pytest tests/test_agents.py
 
 bench-agents: $(VENV)/.ready
 	$(PY) benchmarks/agent_sessions.py

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import os
 import random
 import re
@@ -10,12 +11,17 @@ import shutil
 import signal
 import socket
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from fault_runs import Process, fork, named
+from fault_runs import Process, alive, fork, named, records
+from ludus.diagnostics.trackers import read_metrics
+from ludus.rollouts.rollout_files import read_rollouts
+from ludus.types import StopReason
+from tiny_world import PRICES
 from waiting import free_port
 
 TOKEN = "a-token-of-the-tests"
@@ -57,6 +63,10 @@ class Fault:
 
     def mend(self) -> None:
         """Repair the fault, so that the run can be resumed."""
+
+    def untold(self, folder: Path) -> list[str]:
+        """Return what the files of the finished run should tell of the fault, but do not."""
+        return []
 
 
 class Learner(Fault):
@@ -328,7 +338,73 @@ class Link(Fault):
         subprocess.run(["tc", "-n", self.network, "qdisc", "del", "dev", theirs, "root"], capture_output=True)
 
 
-KINDS = {kind.name: kind for kind in (Learner, Worker, Engine, Rank, Pool, Tool, Disk, Link)}
+class AgentProgram(Fault):
+    """Kill or suspend the program of a rollout, which fails (`agent_failed`) or, before a reply, is repeated."""
+
+    name = "agent program"
+    ways = ("killed", "hangs")
+
+    def settings(self):
+        command = [sys.executable, "-S", str(Path(__file__).with_name("price_agent.py")), json.dumps(PRICES)]
+        return {"rollout.agent.command": json.dumps(command), "rollout.agent.timeout_s": "10"}
+
+    def inject(self, run, folder, way, rng):
+        while not (programs := named(run.pid, "price_agent.py")):
+            if run.wait(0.01) is not None:
+                return ""
+        time.sleep(rng.uniform(0, 0.2))
+        pid = rng.choice(programs)
+        if run.code is not None or not alive(pid):
+            return ""
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL if way == "killed" else signal.SIGSTOP)
+            return way
+        return ""
+
+    def untold(self, folder):
+        played = [record for _, record in records(folder)]
+        played += [one for path in folder.glob("evaluations/*.jsonl.gz") for one in read_rollouts(path)]
+        ends = {StopReason.AGENT_FAILED, StopReason.TIMEOUT}
+        failed = sum(row.metrics["ledger/failed"] for row in read_metrics(folder / "metrics.jsonl"))
+        told = failed or any(one.attempt or one.trajectory.stop_reason in ends for one in played)
+        return [] if told else ["no rollout tells of the failed agent"]
+
+
+class AgentFunction(AgentProgram):
+    """Let an agent function raise or hang; one that hangs ends at the time limit of its episode."""
+
+    name = "agent function"
+    ways = ("raises", "hangs")
+
+    def settings(self):
+        order = json.dumps(str(self.order))
+        world = {"env.name": WORLDS, "env.settings": f'{{behind = "agent", order = {order}}}'}
+        return world | {"rollout.episode_timeout_s": "10"}
+
+    @property
+    def order(self):
+        return self.work / "order"
+
+    def inject(self, run, folder, way, rng):
+        self.order.write_text(way)
+        while self.order.exists():
+            if run.wait(0.02) is not None:
+                self.order.unlink(missing_ok=True)
+                return ""
+        return way
+
+
+class AgentLearner(Learner):
+    """Kill the process of the command during rollouts of programs."""
+
+    name = "learner of agents"
+
+    def settings(self):
+        return AgentProgram(self.work).settings()
+
+
+AGENTS = (AgentProgram, AgentFunction, AgentLearner)
+KINDS = {kind.name: kind for kind in (Learner, Worker, Engine, Rank, Pool, Tool, Disk, Link, *AGENTS)}
 
 
 def run_words(words: str) -> None:

@@ -25,7 +25,18 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from fault_kinds import KINDS, Fault
-from fault_runs import STEPS, Process, async_faults, cold_start, fork, ledger_faults, sync_faults, train_words, waiting
+from fault_runs import (
+    STEPS,
+    Process,
+    async_faults,
+    cold_start,
+    fork,
+    ledger_faults,
+    records,
+    sync_faults,
+    train_words,
+    waiting,
+)
 from ludus.diagnostics.trackers import read_metrics
 
 TRIES = 20
@@ -66,8 +77,7 @@ def clean_run(fault: Fault, mode: str, settings: dict[str, str]) -> CleanRun:
         raise SystemExit(f"A run without any fault ended with {code}: {process.reason()}")
     seconds = time.monotonic() - process.begin
     wrong = ledger_faults(folder) + [f"left: {pid}" for pid in process.left()]
-    calls = [row.metrics["tools/calls_per_episode"] for row in read_metrics(folder / "metrics.jsonl")]
-    if wrong or not any(calls):
+    if wrong or all(record.trajectory.num_turns < 2 for _, record in records(folder)):
         raise SystemExit(f"A run without any fault: {wrong or 'it never called its tool'}")
     return CleanRun(folder, seconds)
 
@@ -93,7 +103,7 @@ def run_trial(fault: Fault, whole: CleanRun, settings: dict[str, str], way: str,
     if trial.code != 0:
         resume(trial, fault, folder, settings)
     if not trial.wrong:
-        trial.wrong += judge_run(trial, folder, whole, kept)
+        trial.wrong += judge_run(trial, folder, whole, kept) + fault.untold(folder)
     if trial.wrong:
         keep(fault, folder, said, trial)
     return trial

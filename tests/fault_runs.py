@@ -25,6 +25,7 @@ from pathlib import Path
 from ludus.cli.main import main
 from ludus.diagnostics.trackers import read_metrics
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts, rollouts_path
+from ludus.types import StopReason
 from small_runs import lasting_files
 from tiny_run import make_recipe
 
@@ -227,18 +228,24 @@ def ledger_faults(folder: Path) -> list[str]:
 def sync_faults(folder: Path, whole: Path) -> list[str]:
     """Return the differences from the run without faults; none if a wall-clock limit fired.
 
-    If failed attempts were repeated, only the numbers of attempts and the ledger may differ.
+    If failed attempts were repeated, only the numbers of attempts and the ledger may differ; if an agent failed, all
+    files but the rollouts of the steps before it.
     """
     rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]
     if any(row["ledger/clock_limited"] for row in rows):
         return []
     ours, theirs = lasting_files(folder), lasting_files(whole)
+    if ended := [step for step, one in records(folder) if one.trajectory.stop_reason is StopReason.AGENT_FAILED]:
+        before = {rollouts_path(Path(), step).as_posix() for step in range(1, min(ended))}
+        ours, theirs = ({name: files[name] for name in before & files.keys()} for files in (ours, theirs))
+        return [f"{name} differs" for name in theirs if first_time(name, ours[name]) != first_time(name, theirs[name])]
     if ours.keys() != theirs.keys():
         return [f"other files: {sorted(ours.keys() ^ theirs.keys())[:3]}"]
     if not any(row["ledger/failed"] for row in rows) and ours["metrics.jsonl"] != theirs["metrics.jsonl"]:
         return ["the metrics differ from the uninterrupted run"]
     played = [gzip.decompress(ours[name]) for name in ours if re.match(r"evaluations/.*gz$", name)]
-    late = any(b"timed_out" in text for text in played)
+    ends = (b"timed_out", b'"timeout"', b'"agent_failed"')
+    late = any(end in text for text in played for end in ends)
     differ = [
         name
         for name in theirs

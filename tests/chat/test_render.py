@@ -145,6 +145,31 @@ def test_the_fallback_keeps_system_message_thinking_and_parallel_results():
     )
 
 
+STRICT = CHATML.replace(
+    "{% for m in messages %}",
+    "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
+    "{{ raise_exception('System message must be at the beginning.') }}{% endif %}",
+    1,
+)
+
+
+@pytest.mark.parametrize("template", [STRICT, QWEN3])
+def test_later_system_messages_are_the_users_if_the_template_rejects_or_drops_them(template):
+    system = [Message(role="system", content=text) for text in ("one", "two", "three")]
+    text = TemplateRenderer(byte_level(template)).text([*system[:2], user("q"), system[2]], (), generate=True)
+    assert "<|im_start|>system\none\n\ntwo" in text
+    assert "<|im_start|>user\nq<|im_end|>\n<|im_start|>user\nthree<|im_end|>\n<|im_start|>assistant" in text
+
+
+def test_messages_of_the_user_in_a_row_are_one_if_roles_must_alternate():
+    renderer = TemplateRenderer(byte_level(GEMMA, GEMMA_SPECIAL))
+    system = [Message(role="system", content=text) for text in ("one", "two")]
+    text = renderer.text([system[0], user("a"), user("b"), system[1]], (), generate=True)
+    assert text == "<bos><start_of_turn>user\none\n\na\n\nb\n\ntwo<end_of_turn>\n<start_of_turn>model\n"
+    tail = renderer.tokenizer.decode(renderer.observation([tool_says("found"), user("go on")]))
+    assert "</tool_response>\n\ngo on<end_of_turn>" in tail
+
+
 def test_qwen3_template_drops_earlier_thinking_after_a_user_turn():
     renderer = TemplateRenderer(byte_level(QWEN3))
     assert faults(renderer, "thinking") == set()
@@ -244,7 +269,7 @@ def test_a_tokenizer_without_a_template_is_refused():
 def test_template_rejection_raises_user_error_with_its_message():
     renderer = TemplateRenderer(byte_level(GEMMA, GEMMA_SPECIAL))
     with pytest.raises(UserError, match="roles must alternate"):
-        renderer.prompt([user("a"), user("b")], ())
+        renderer.prompt([user("a"), says("b"), says("c"), user("d")], ())
 
 
 # Tool output cannot speak as anybody else

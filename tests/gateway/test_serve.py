@@ -7,7 +7,6 @@ import json
 import socket
 import time
 
-import anthropic
 import httpx
 import pytest
 import torch
@@ -366,28 +365,6 @@ def test_labels_and_neutral_parameters_do_not_change_the_completion(server):
     plain = complete(server, max_tokens=5)["choices"]
     more = {"user": "me", "frequency_penalty": 0.0, "logit_bias": {}, "suffix": None, "min_p": 0}
     assert complete(server, max_tokens=5, **more)["choices"] == plain
-
-
-def test_messages_are_served_with_tools_and_structured_output(server):
-    sdk = anthropic.Anthropic(base_url=server.served.url, api_key="none", max_retries=0)
-    schema = {"type": "object", "properties": {"country": {"enum": ["France", "Chad"]}}, "required": ["country"]}
-    asked = {"model": "policy", "max_tokens": 60, "messages": QUESTION}
-    config = {"format": {"type": "json_schema", "schema": schema | {"additionalProperties": False}}}
-    found = sdk.messages.create(**asked, output_config=config)
-    assert json.loads(found.content[0].text)["country"] in ("France", "Chad")
-    with sdk.messages.stream(**asked, output_config=config) as stream:
-        assert json.loads(stream.get_final_text())["country"] in ("France", "Chad")
-    function = SEARCH["function"]
-    tool = {"name": "search", "description": function["description"], "input_schema": function["parameters"]}
-    order = {"system": ORDER[0]["content"], "messages": ORDER[1:], "tools": [tool], "extra_body": {"temperature": 0}}
-    called = sdk.messages.create(**asked | order)
-    (call,) = post(server, "/v1/chat/completions", messages=ORDER, tools=[SEARCH], temperature=0)["choices"]
-    (call,) = call["message"]["tool_calls"]
-    assert called.stop_reason == "tool_use"
-    assert called.content[-1].input == json.loads(call["function"]["arguments"])
-    with pytest.raises(anthropic.NotFoundError, match="not served") as caught:
-        sdk.messages.create(**asked | {"model": "other"})
-    assert caught.value.body["error"]["type"] == "not_found_error"
 
 
 def test_structured_outputs_match_their_regex_or_json_schema(server):

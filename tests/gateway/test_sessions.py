@@ -453,8 +453,8 @@ def test_reward_of_a_response_is_the_reward_of_its_turn():
             status = [await client.post("/reward", json=body) for body in bodies]
             assert [one.status_code for one in status] == [200] * 5 + [400, 404, 404, 404]
             assert [one.json()["error"]["message"] for one in status[-2:]] == [
-                f"The session has sent no response {other['id']!r}.",
-                "The session has sent no response 'chatcmpl-x'.",
+                f"The rollout has no reply {other['id']!r}.",
+                "The rollout has no reply 'chatcmpl-x'.",
             ]
             await sdk.chat.completions.create(model="m", messages=messages)  # the second turn again, as a fork
             return session.reward, session.turn_rewards(), [s.kind for s in session.segments()].count("action")

@@ -7,6 +7,7 @@ from contextlib import suppress
 from dataclasses import replace
 from itertools import pairwise
 
+import openai
 import pytest
 
 from ludus.algorithms.spec.resolve import PRESETS
@@ -15,6 +16,7 @@ from ludus.diagnostics.metrics import rollout_metrics
 from ludus.envs.agent_world import AgentWorld
 from ludus.envs.base import Environment
 from ludus.errors import ConfigError, EngineError, WorldError
+from ludus.gateway.sessions import SessionServer
 from ludus.rewards.base import check_scored_elsewhere
 from ludus.rollouts import agent_runs
 from ludus.rollouts.agent_runs import AgentRunner
@@ -242,13 +244,13 @@ def test_request_can_lower_the_token_limit_and_add_stop_strings():
 # Episodes of agent functions
 
 
-def play(agent, *lines, reward=lambda task, answer: float(task == answer), limits=LIMITS, **options):
+def play(agent, *lines, reward=lambda task, answer: float(task == answer), limits=LIMITS, server=None, **options):
     """Return the trajectory of an agent function, for these replies of the policy, and its reward."""
     engine = scripted(in_order(*lines), **options)
     world = AgentWorld.of(agent, [f"task {i}" for i in range(10)], reward)
     task = world.tasks("train")[0]
     environment = world.environment(task)
-    found = run(AgentRunner().run(task, 0, environment, lambda: make_chat(engine), limits))
+    found = run(AgentRunner(server).run(task, 0, environment, lambda: make_chat(engine), limits))
     return found, environment.rewards[0].function(task, found)
 
 
@@ -290,6 +292,42 @@ def test_agent_function_is_one_rollout_with_its_reward(agent, reward):
 def test_agent_function_cut_short_has_zero_reward(agent):
     found, value = play(agent, "one", "two", limits=RolloutConfig(max_turns=1))
     assert (found.stop_reason, value, found.num_turns) == (StopReason.MAX_TURNS, 0.0, 1)
+
+
+def rewards_replies(task, policy):
+    messages = [user(task)]
+    messages.append(policy.chat(messages))
+    messages += [user("again"), policy.chat([*messages, user("again")])]
+    for reply, value in ((messages[1], -1.0), (messages[3], 2), (messages[1], 0.5)):
+        policy.reward_reply(reply, value)
+    for reply, value in (({**messages[1]}, 1.0), ("chatcmpl-x", 1.0), (messages[1], float("nan"))):
+        with pytest.raises((LookupError, ValueError), match=r"no reply|finite"):
+            policy.reward_reply(reply, value)
+    return policy.chat([user("fork")])["content"]
+
+
+async def rewards_replies_by_id(task, base_url, api_key, policy):
+    async with openai.AsyncOpenAI(base_url=base_url, api_key=api_key, max_retries=0) as client:
+        first, second, _ = [
+            await client.chat.completions.create(model="m", messages=[user(text)]) for text in (task, "again", "fork")
+        ]
+    for reply, value in ((first, -1.0), (second, 2), (first, 0.5)):
+        policy.reward_reply(reply.id, value)
+
+
+@pytest.mark.parametrize("agent", [rewards_replies, rewards_replies_by_id])
+def test_agent_function_rewards_single_replies(agent):
+    found, value = play(agent, "same", "same", "three", server=SessionServer())
+    assert (found.turn_rewards, value) == ((0.5, 2.0, 0.0), 0.0)
+
+
+def test_ids_of_calls_differ_between_rollouts_and_not_between_attempts():
+    def ids(name):
+        session = AgentSession(lambda: make_chat(scripted([SEARCH]), episode=name), LIMITS)
+        return run(session.chat([user("a")], [echo]))["tool_calls"][0]["id"]
+
+    assert ids("1/t/0/0") == ids("1/t/0/1")
+    assert len({ids(name) for name in ("1/t/0/0", "1/t/1/0", "session-1", "session-2")}) == 4
 
 
 def test_agent_with_sub_agents_is_one_member_of_its_group():

@@ -133,7 +133,8 @@ class TemplateRenderer:
 
     `parser` names the tool-call format; `auto` detects it from the template. Features that the template
     does not support are rendered as text: tools and call instructions in the system message, thinking in the
-    content, the system message in the first user message.
+    content, the system message in the first user message. Without support for them, later system messages are the
+    user's, and user messages in a row are one.
 
     Raises `UserError` without a template, if it rejects a dialogue, or if turns have no end token.
     """
@@ -152,7 +153,10 @@ class TemplateRenderer:
         keys = ("reasoning_content", "thinking")
         read = [key for key in keys if self._renders([*_USER, {**_ASSISTANT, key: _MARKER}])]
         self.native_thinking, self._thinking_key = bool(read), next(iter(read), keys[0])
-        self.native_system = self._renders([{"role": "system", "content": _MARKER}, *_USER])
+        system = {"role": "system", "content": _MARKER}
+        self.native_system = self._renders([system, *_USER])
+        self._later_system = self._renders([{**system, "content": "s"}, *_USER, system, *_USER])
+        self._user_runs = self._renders([*_USER, {"role": "user", "content": _MARKER}])
         self.guard = ControlGuard(tokenizer, str(template))
         self._parse = PARSERS[name if self.native_tools else "hermes"]
         self._starts_thinking = self._apply(_USER, generate=True).rstrip().endswith(THINK_OPEN)
@@ -243,6 +247,7 @@ class TemplateRenderer:
             prepared = _write_tools(prepared, tools)
         elif not self.native_thinking:
             prepared = [_write_thinking(message) for message in prepared]
+        prepared = self._fit_roles(prepared)
         if not self.native_system and prepared and prepared[0]["role"] == "system":
             system, *prepared = prepared
             content = system["content"]
@@ -253,6 +258,19 @@ class TemplateRenderer:
         if self._parse.name == "kimi_k2":
             prepared = [_number_calls(message) for message in prepared]
         return self._apply([self._to_template(message) for message in prepared], shown, generate=generate)
+
+    def _fit_roles(self, messages: Sequence[Message]) -> list[Message]:
+        """Return messages whose roles follow each other as the template allows."""
+        fitted: list[Message] = []
+        for message in messages:
+            role, last = message["role"], fitted[-1]["role"] if fitted else ""
+            if role == "system" and last not in ("", "system") and not self._later_system:
+                role = "user"
+            native = {"user": self._user_runs, "system": self._later_system}.get(role, True)
+            if role == last and not native:
+                message = Message(role=role, content=f"{fitted.pop()['content']}\n\n{message['content']}")
+            fitted.append(message if role == message["role"] else Message(role=role, content=message["content"]))
+        return fitted
 
     def _to_template(self, message: Message) -> dict[str, Any]:
         prepared: dict[str, Any] = dict(message)

@@ -26,7 +26,9 @@ from ludus.types import POLICY, Action, Message, StepResult, Task, Trajectory
 from ludus.untrusted.worker import run_in_thread
 
 AgentFunction = Callable[..., object]
-"""`agent(task, policy)` or `agent(task, base_url, api_key)`, plain or `async`; returns the answer."""
+"""`agent(task, policy)` or `agent(task, base_url, api_key)`, plain or `async`; returns the answer.
+
+The second form may also have the parameter `policy`."""
 RewardFunction = Callable[..., "float | Mapping[str, float]"]
 """`reward(task, answer)`, in [0, 1]; 1 is a success. For several agents, the reward of each by its name."""
 URL_PARAMETERS = ("base_url", "api_key")
@@ -48,6 +50,10 @@ class Policy:
         """Return an agent's next message, as `PolicySession.chat`."""
         return asyncio.run_coroutine_threadsafe(self.session.chat(messages, tools, agent), self.loop).result()
 
+    def reward_reply(self, reply: Message | str, reward: float, index: int | None = None) -> None:
+        """Set the reward of one reply, as `PolicySession.reward_reply`."""
+        self.session.reward_reply(reply, reward, index)
+
 
 class AgentEnvironment(Environment):
     """One run of an agent function, with `drive` in place of `start` and `step`."""
@@ -63,8 +69,8 @@ class AgentEnvironment(Environment):
         if inspect.iscoroutinefunction(self._agent):
             answer = await self._agent(task.truth, **given)
         else:
-            if "policy" in given:
-                given["policy"] = Policy(policy, asyncio.get_running_loop())
+            handle = Policy(policy, asyncio.get_running_loop())
+            given = {name: handle if value is policy else value for name, value in given.items()}
             answer = await asyncio.wrap_future(run_in_thread("agent", partial(self._agent, task.truth, **given)))
         try:
             value = policy.reward if policy.reward is not None else self._reward(task.truth, answer)
@@ -88,11 +94,12 @@ class AgentEnvironment(Environment):
 
 
 def agent_arguments(agent: AgentFunction, policy: PolicySession) -> dict[str, object]:
-    """Return the arguments of an agent function after the task: those of `URL_PARAMETERS` it names, or `policy`."""
+    """Return the arguments of an agent function after the task: `policy`, or those of `URL_PARAMETERS` it names."""
     names = tuple(inspect.signature(agent).parameters)[1:]
     if not uses_url(agent):
         return dict.fromkeys(names[:1], policy)
-    return {name: value for name, value in zip(URL_PARAMETERS, policy.address, strict=True) if name in names}
+    known = dict(zip(URL_PARAMETERS, policy.address, strict=True)) | {"policy": policy}
+    return {name: value for name, value in known.items() if name in names}
 
 
 def uses_url(agent: AgentFunction) -> bool:
@@ -148,7 +155,7 @@ class AgentWorld(World):
 
     @property
     def emits_turn_rewards(self) -> bool:
-        return self.needs_server
+        return True
 
     def environment(self, task: Task) -> AgentEnvironment:
         return AgentEnvironment(self.agent, self.reward)

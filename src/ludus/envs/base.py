@@ -70,6 +70,12 @@ class PolicySession(Protocol):
         example at a limit of turns or tokens.
         """
 
+    def reward_reply(self, reply: Message | str, reward: float, index: int | None = None) -> None:
+        """Set the reward of a message of `chat`, or of a response by its id: its choice `index`, if it has several.
+
+        The last call for a reply counts. Raises LookupError if the rollout has no such reply, and ValueError.
+        """
+
 
 class Environment(ABC):
     """One episode of one task. An instance is used once: `start`, `step` until done, `close`.

@@ -11,7 +11,8 @@ import asyncio
 import math
 import secrets
 import tomllib
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections import OrderedDict
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from functools import cache, partial
 from importlib.resources import files
@@ -34,11 +35,12 @@ from ludus.engines.remote.gloo_broadcast import (
     receive_tensors,
     run_in_thread,
 )
-from ludus.errors import EngineBusy, EngineError, RequestRejected, SyncError
-from ludus.gateway.dialects.base import openai_error
+from ludus.errors import EngineError, SyncError
+from ludus.gateway.dialects.base import Dialect, openai_error
 from ludus.gateway.dialects.messages import MESSAGES
+from ludus.gateway.dialects.responses import RESPONSES
 from ludus.gateway.endpoints import ControlAccess, HttpRouter, NoBody, json_response, until_disconnect
-from ludus.gateway.generation import complete, complete_chat, complete_dialect, stream, stream_chat
+from ludus.gateway.generation import complete, complete_chat, read_dialect, sample_dialect, stream, stream_chat
 from ludus.gateway.protocol.bodies import (
     BadRequest,
     ChatRequest,
@@ -49,15 +51,18 @@ from ludus.gateway.protocol.bodies import (
     json_bytes,
 )
 from ludus.gateway.recording import SessionRecorder
+from ludus.gateway.replies import BUSY, CLIENT_GONE, count_tokens, described, keep_last, respond
 from ludus.gateway.service import CompletionService, PauseMode
+from ludus.rollouts.agent_session import PendingTurn
+from ludus.types import Message
 
 if TYPE_CHECKING:
     import torch
     from transformers import PreTrainedModel
 
 _MESSAGES_PATH = "/v1/messages"
-_CLIENT_GONE = 499
-_REFUSED, _CONFLICT, _BUSY, _FAILED = 400, 409, 429, 500
+_CONFLICT, _FAILED = 409, 500
+_MAX_HISTORIES = 1024  # dialogues kept for `previous_response_id`
 
 
 def make_app(service: CompletionService, model: PreTrainedModel, recorder: SessionRecorder | None = None) -> Starlette:
@@ -79,15 +84,18 @@ def make_app(service: CompletionService, model: PreTrainedModel, recorder: Sessi
 
 @dataclass(frozen=True)
 class PublicEndpoints:
-    """Public endpoints."""
+    """Public endpoints. `histories` are the dialogues of the last responses, by id."""
 
     service: CompletionService
+    histories: OrderedDict[str, Sequence[Message]] = field(default_factory=OrderedDict)
 
     def add_to(self, router: HttpRouter) -> None:
         router.add("/v1/models", NoBody, self.models, method="GET")
         router.add("/v1/completions", CompletionRequest, self.completions)
         router.add("/v1/chat/completions", ChatRequest, self.chat)
-        router.add(_MESSAGES_PATH, NoBody, self.messages)
+        router.add("/v1/responses", NoBody, partial(self.dialect, RESPONSES))
+        router.add(_MESSAGES_PATH, NoBody, partial(self.dialect, MESSAGES))
+        router.add(f"{_MESSAGES_PATH}/count_tokens", NoBody, self.count_tokens)
         router.add("/health", NoBody, self.health, method="GET")
         router.add("/metrics", NoBody, self.metrics, method="GET")
         router.add("/weight_info", NoBody, self.weight_info, method="GET")
@@ -117,9 +125,21 @@ class PublicEndpoints:
             return await _event_stream(stream_chat(self.service, name, body))
         return await self._respond(request, body, partial(complete_chat, self.service, name, body))
 
-    async def messages(self, request: Request, _: NoBody) -> Response:
-        found = await until_disconnect(request, complete_dialect(self.service, MESSAGES, await request.body()))
-        return Response(status_code=_CLIENT_GONE) if found is None else Response(found[0], media_type=found[1])
+    async def dialect(self, dialect: Dialect, request: Request, _: NoBody) -> Response:
+        raw, threads = await request.body(), self.service.threads
+        asked, wanted = await threads.do(partial(read_dialect, dialect, self.histories, raw), len(raw))
+
+        async def commit(name: str, turns: Sequence[PendingTurn], _: Response) -> None:
+            if dialect is RESPONSES:
+                keep_last(self.histories, f"resp_{name}", [*asked.messages, turns[0].action.message], _MAX_HISTORIES)
+
+        sample = partial(sample_dialect, self.service, wanted)
+        return await respond(request, dialect, asked, self.service.model.renderer, sample, commit)
+
+    async def count_tokens(self, request: Request, _: NoBody) -> Response:
+        raw = await request.body()
+        count = partial(count_tokens, raw, self.service.model.renderer)
+        return json_response(await self.service.threads.do(count, len(raw)))
 
     def _name(self, kind: str, body: Sampling) -> str:
         self.service.adapter(body.model)  # raises BadRequest if it is not served
@@ -147,7 +167,7 @@ class PublicEndpoints:
         pending = work() if name is None else self.service.responses.get_or_compute(name, await request.body(), work)
         content = await until_disconnect(request, pending)
         if content is None:
-            return Response(status_code=_CLIENT_GONE)
+            return Response(status_code=CLIENT_GONE)
         if name is not None and b'"finish_reason":"abort"' in content:
             self.service.responses.discard(name)
         return Response(content, media_type="application/json")
@@ -170,22 +190,13 @@ async def _event_stream(pieces: AsyncIterator[JsonBody]) -> Response:
 
 
 async def _error(request: Request, error: Exception) -> Response:
-    headers: Mapping[str, str] = {}
-    code = None
-    match error:
-        case BadRequest():
-            status, message, code = error.status, error.message, error.code
-        case HTTPException():
-            status, message, headers = error.status_code, f"{error.detail}.", error.headers or {}
-        case EngineBusy():
-            status, message, headers = _BUSY, str(error), {"Retry-After": "1"}
-        case EngineError():
-            status, message = _REFUSED if isinstance(error, RequestRejected) else _FAILED, str(error)
-        case _:
-            status, message = _FAILED, f"{type(error).__name__}: {error}"
-    error_of = MESSAGES.error if request.url.path == _MESSAGES_PATH else openai_error
+    status, message, code = described(error)
+    error_of = MESSAGES.error if request.url.path.startswith(_MESSAGES_PATH) else openai_error
     response = json_response(error_of(status, message, code), status)
-    response.headers.update(headers)
+    if isinstance(error, HTTPException):
+        response.headers.update(error.headers or {})
+    if status == BUSY:
+        response.headers["Retry-After"] = "1"
     return response
 
 

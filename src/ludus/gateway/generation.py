@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import json
 import secrets
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
 from ludus.chat.render import TemplateRenderer, decode_exactly
+from ludus.engines.base import TOKEN_WATCHERS
 from ludus.errors import EngineError, UserError
-from ludus.gateway.dialects.base import Dialect
+from ludus.gateway.dialects.base import Dialect, Histories, SessionRequest
 from ludus.gateway.protocol.bodies import (
     BadRequest,
     ChatRequest,
@@ -188,13 +189,15 @@ async def stream_chat(service: CompletionService, name: str, request: ChatReques
         yield chunk([], usage) | {"prompt_token_ids": None}
 
 
-async def complete_dialect(service: CompletionService, dialect: Dialect, raw: bytes) -> tuple[bytes, str]:
-    """Return the reply to a body of another dialect, and its media type. Raises BadRequest, EngineError."""
-    asked = dialect.parse(raw, {})
+def read_dialect(dialect: Dialect, histories: Histories, raw: bytes) -> tuple[SessionRequest, ChatRequest]:
+    """Return a body of another dialect, also as the request that samples its reply. Raises BadRequest."""
+    asked = dialect.parse(raw, histories)
     limits, given = asked.limits, json.loads(raw)
+    filters = {name: given.get(name) for name in ("temperature", "top_p", "top_k")}
     named: JsonBody = {"type": "function", "function": {"name": limits.call_of}}
     body: JsonBody = {
-        **{name: given.get(name) for name in ("model", "temperature", "top_p", "top_k")},
+        **filters,
+        "model": given.get("model"),
         "messages": list(asked.messages),
         "tools": [tool.schema for tool in asked.tools],
         "tool_choice": named if limits.call_of else "required" if limits.must_call else None,
@@ -203,15 +206,28 @@ async def complete_dialect(service: CompletionService, dialect: Dialect, raw: by
         "structured_outputs": None if limits.guide is None else {"json": limits.guide.text},
     }
     request = read_body(ChatRequest, json.dumps(body).encode())
+    set_filters = {name: value for name, value in filters.items() if value is not None}
+    return replace(asked, echo={**asked.echo, **set_filters}), request
+
+
+async def sample_dialect(
+    service: CompletionService, request: ChatRequest, asked: SessionRequest
+) -> Sequence[PendingTurn]:
+    """Return the reply to a request of another dialect, which its `watch` observes. Raises BadRequest, EngineError."""
     prompt, name = await _chat_prompt(service, request), secrets.token_hex(12)
+    limits = asked.limits
     with service.use_adapter(request.model) as adapter:
-        (done,) = await service.sample(name, [(prompt.ids, prompt.params)], adapter)
+        if limits.watch is not None:
+            TOKEN_WATCHERS[f"{name}-0"] = partial(limits.watch, len(prompt.ids))
+        try:
+            (done,) = await service.sample(name, [(prompt.ids, prompt.params)], adapter)
+        finally:
+            TOKEN_WATCHERS.pop(f"{name}-0", None)
     if done.finish_reason == "abort":
         raise EngineError("The request was aborted.")
     parse = partial(prompt.renderer.parse, done.tokens, prompt.turn, done.finish_reason, asked.tools)
     action, stopped_by = cut_at_stop(await service.threads.do(parse), limits.stop)
-    turn = PendingTurn(action, prompt.ids, done.tokens, lambda: None, stopped_by=stopped_by)
-    return await service.threads.do(partial(dialect.content, asked, name, [turn]))
+    return [PendingTurn(action, prompt.ids, done.tokens, lambda: None, stopped_by=stopped_by)]
 
 
 def _delta_choice(index: int, delta: JsonBody) -> JsonBody:

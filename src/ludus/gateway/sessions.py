@@ -16,7 +16,7 @@ import hashlib
 import secrets
 import threading
 from collections import OrderedDict
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import cache, partial
@@ -25,39 +25,29 @@ from typing import Final
 
 from pydantic import BaseModel, Field
 from starlette.applications import Starlette
-from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
-from starlette.types import Receive, Scope, Send
 
-from ludus.errors import EngineBusy, EngineError, UserError
+from ludus.errors import EngineBusy
 from ludus.gateway.dialects.base import Dialect, SessionRequest
 from ludus.gateway.dialects.chat import CHAT
 from ludus.gateway.dialects.completions import COMPLETIONS
 from ludus.gateway.dialects.messages import MESSAGES
 from ludus.gateway.dialects.responses import RESPONSES
-from ludus.gateway.endpoints import (
-    check_json,
-    check_origin,
-    check_shape,
-    error_response,
-    json_response,
-    until_disconnect,
-)
+from ludus.gateway.endpoints import check_json, check_origin, check_shape, error_response, json_response
 from ludus.gateway.limits import http_server, model_limits, open_socket, url_of
-from ludus.gateway.live_replies import LiveReply, streamed_text
 from ludus.gateway.protocol.bodies import BadRequest, read_body
+from ludus.gateway.replies import BUSY, ERRORS, count_tokens, described, keep_last, respond
 from ludus.rollouts.agent_runs import TaskOffer
-from ludus.rollouts.agent_session import AgentSession, InvalidRequest, PendingTurn, RolloutEnded
+from ludus.rollouts.agent_session import AgentSession, PendingTurn, RolloutEnded
 from ludus.types import Message, StopReason
 
 MAX_RUNNING: Final = 64
 """Maximum number of requests of one session at the same time."""
 _MAX_ENDED: Final = 65536
 _MAX_SENT, _MAX_HISTORIES = 32, 256  # replies and histories kept per session
-_TOO_LONG = frozenset({StopReason.PROMPT_TOO_LONG, StopReason.MAX_TOKENS})
-_UNAUTHORIZED, _NOT_FOUND, _CONFLICT, _BUSY, _FAILED, _CLIENT_GONE = 401, 404, 409, 429, 500, 499
+_UNAUTHORIZED, _NOT_FOUND, _CONFLICT = 401, 404, 409
 _NO_CONTENT: Final = 204
 _START_S: Final = 10.0
 _POLL_S: Final = 20.0  # time that a request for a task waits
@@ -66,15 +56,13 @@ _CONTEXT: Final = 2**17  # bodies of up to this many tokens are accepted; the se
 
 @dataclass(eq=False)
 class Served:
-    """A session, the event loop that samples, and what retries, `previous_response_id` and rewards refer to."""
+    """A session, the event loop that samples, and what retries and `previous_response_id` refer to."""
 
     key: str
     session: AgentSession
     loop: asyncio.AbstractEventLoop
     sent: OrderedDict[bytes, Response] = field(default_factory=OrderedDict)
     histories: OrderedDict[str, Sequence[Message]] = field(default_factory=OrderedDict)
-    places: dict[str, list[tuple[int, int]]] = field(default_factory=dict)
-    """Places of the choices of each sent response."""
     num_running: int = 0
 
     async def sample(self, asked: SessionRequest) -> list[PendingTurn]:
@@ -105,74 +93,11 @@ class Served:
                 turn.commit()
 
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(commit_all(), self.loop))
-        self.places[name] = [turn.place for turn in turns]
-        self.histories[f"resp_{name}"] = [*asked.messages, turns[0].action.message]
-        if len(self.histories) > _MAX_HISTORIES:
-            self.histories.popitem(last=False)
-
-    def place(self, response_id: str, index: int | None) -> tuple[int, int]:
-        """Return the place of a response, or of its choice `index`. Raises BadRequest if the session has none."""
-        places = self.places.get(response_id.replace("_", "-").rpartition("-")[2])
-        if places is None:
-            raise BadRequest(f"The session has sent no response {response_id[:80]!r}.", _NOT_FOUND)
-        if index is None and len(places) > 1:
-            raise BadRequest(f"The response has {len(places)} choices; set index.")
-        if (index or 0) >= len(places):
-            raise BadRequest(f"The response {response_id[:80]!r} has no choice {index}.", _NOT_FOUND)
-        return places[index or 0]
-
-    def remember(self, retry: bytes, response: Response) -> None:
-        self.sent[retry] = response
-        if len(self.sent) > _MAX_SENT:
-            self.sent.popitem(last=False)
+        self.session.add_response(name, [turn.place for turn in turns])
+        keep_last(self.histories, f"resp_{name}", [*asked.messages, turns[0].action.message], _MAX_HISTORIES)
 
 
 _Act = Callable[[Request, Served], Awaitable[Response]]
-
-
-class _Reply(Response):
-    """A response that awaits `on_sent` before its last byte, unless the client has disconnected.
-
-    So the client cannot act on a reply that is not yet recorded: neither send the next request nor end the rollout.
-    """
-
-    def __init__(
-        self, content: bytes, media_type: str, request: Request, on_sent: Callable[[], Awaitable[None]]
-    ) -> None:
-        super().__init__(content, media_type=media_type)
-        self._request, self._on_sent = request, on_sent
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        await send({"type": "http.response.start", "status": self.status_code, "headers": self.raw_headers})
-        await self._finish(send, bytes(self.body))
-
-    async def _finish(self, send: Send, body: bytes) -> None:
-        await send({"type": "http.response.body", "body": body[:-1], "more_body": True})
-        if not await self._request.is_disconnected():
-            await self._on_sent()
-        await send({"type": "http.response.body", "body": body[-1:]})
-
-
-class _LiveResponse(_Reply):
-    """A response whose `pieces` are sent while the reply is sampled. An error is its last event, and adds nothing."""
-
-    def __init__(
-        self, live: LiveReply, pieces: AsyncIterator[bytes], request: Request, on_sent: Callable[[], Awaitable[None]]
-    ) -> None:
-        super().__init__(b"", "text/event-stream", request, on_sent)
-        self._live, self._pieces = live, pieces
-
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
-        await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
-        try:
-            async for piece in self._pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
-        except _ERRORS as error:
-            await send({"type": "http.response.body", "body": self._live.error(*_described(error))})
-            return
-        if self._live.turns is not None:
-            await self._finish(send, self._live.rest())
 
 
 class _Reward(BaseModel):
@@ -213,10 +138,8 @@ class SessionServer:
     def remove(self, session: AgentSession) -> None:
         """Refuse requests for a session."""
         for key in [key for key, served in self._served.items() if served.session is session]:
-            self._ended[key] = session.stop or StopReason.ANSWERED
+            keep_last(self._ended, key, session.stop or StopReason.ANSWERED, _MAX_ENDED)
             del self._served[key]
-            if len(self._ended) > _MAX_ENDED:
-                self._ended.popitem(last=False)
 
     def app(self) -> Starlette:
         """Return the application."""
@@ -273,11 +196,11 @@ class SessionServer:
         try:
             check_origin(request)
             return await act(request)
-        except _ERRORS as error:
-            status, message, code = _described(error)
+        except ERRORS as error:
+            status, message, code = described(error)
         response = json_response(dialect.error(status, message, code), status)
-        response.headers["x-should-retry"] = "true" if status == _BUSY else "false"
-        if status == _BUSY:
+        response.headers["x-should-retry"] = "true" if status == BUSY else "false"
+        if status == BUSY:
             response.headers["Retry-After"] = "1"
         return response
 
@@ -301,35 +224,18 @@ class SessionServer:
         if _is_retry(request) and retry in served.sent:
             return served.sent[retry]
         asked = dialect.parse(raw, served.histories)
-        name = secrets.token_hex(12)
+        renderer = served.session.renderer if asked.stream else None
 
-        async def commit(turns: Sequence[PendingTurn], content: bytes, kind: str) -> None:
+        async def commit(name: str, turns: Sequence[PendingTurn], response: Response) -> None:
             await served.commit(name, asked, turns)
-            served.remember(retry, Response(content, media_type=kind))
+            keep_last(served.sent, retry, response, _MAX_SENT)
 
-        if (text := streamed_text(asked, served.session.renderer if asked.stream else None)) is not None:
-            live = LiveReply(dialect, asked, name, text)
-            pieces = live.pieces(request, served.sample)
-            first = await anext(pieces, b"")
-            if first:
-                sent = partial(_commit_live, live, commit)
-                return _LiveResponse(live, _after(first, pieces), request, sent)
-            turns = live.turns
-        else:
-            turns = await until_disconnect(request, served.sample(asked))
-        if turns is None:
-            return Response(status_code=_CLIENT_GONE)
-        content = dialect.content(asked, name, turns)
-        return _Reply(*content, request, partial(commit, turns, *content))
+        return await respond(request, dialect, asked, renderer, served.sample, commit)
 
     async def _count(self, request: Request, served: Served) -> Response:
         raw = await request.body()
         check_json(request)
-        asked = MESSAGES.parse(raw, {})
-        try:
-            return JSONResponse({"input_tokens": served.session.num_tokens(asked.messages, asked.tools)})
-        except (UserError, ValueError, TypeError, LookupError) as error:
-            raise BadRequest(f"The messages cannot be rendered: {error}.") from error
+        return json_response(count_tokens(raw, served.session.renderer))
 
     async def _models(self, request: Request, served: Served) -> Response:
         card = {"id": "policy", "object": "model", "created": 0, "owned_by": "ludus"}
@@ -343,7 +249,12 @@ class SessionServer:
         if given.response_id is None:
             served.session.reward = given.reward
         else:
-            served.session.rewards_by_place[served.place(given.response_id, given.index)] = given.reward
+            try:
+                served.session.reward_reply(given.response_id, given.reward, given.index)
+            except LookupError as error:
+                raise BadRequest(str(error), _NOT_FOUND) from error
+            except ValueError as error:
+                raise BadRequest(str(error)) from error
         if served.session.client is not None:
             served.session.client.touch()
         return JSONResponse({"status": "ok"})
@@ -370,37 +281,6 @@ class SessionServer:
                 continue
             await asyncio.sleep(0.05)
         return Response(status_code=_NO_CONTENT)
-
-
-_ERRORS = (BadRequest, InvalidRequest, RolloutEnded, EngineError, HTTPException)
-
-
-def _described(error: Exception) -> tuple[int, str, str | None]:
-    """Return status, message and code of an error."""
-    match error:
-        case BadRequest():
-            return error.status, error.message, error.code
-        case InvalidRequest():
-            return 400, str(error), None
-        case RolloutEnded():
-            too_long = error.reason in _TOO_LONG
-            return (
-                (400, f"{error}.", "context_length_exceeded") if too_long else (_CONFLICT, f"{error}.", "rollout_ended")
-            )
-        case HTTPException():
-            return error.status_code, f"{error.detail}.", None
-    return _BUSY if isinstance(error, EngineBusy) else _FAILED, str(error), None
-
-
-async def _commit_live(live: LiveReply, commit: Callable[[Sequence[PendingTurn], bytes, str], Awaitable[None]]) -> None:
-    turns = live.turns or ()
-    await commit(turns, *live.dialect.content(live.asked, live.name, turns))
-
-
-async def _after(first: bytes, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for piece in pieces:
-        yield piece
 
 
 def _retry_key(request: Request, raw: bytes) -> bytes:

@@ -176,6 +176,10 @@ async def run_program(
     finally:
         _kill_group(process.pid)
         exchange.cancel()
+        with suppress(TimeoutError):  # closing the pipes before the end is known makes asyncio warn
+            async with asyncio.timeout(_STOP_S):
+                while process.returncode is None:
+                    await asyncio.sleep(0.01)
         close_pipes(process)
     if process.returncode:
         tail = err.decode(errors="replace").strip()[-_STDERR_TAIL:]

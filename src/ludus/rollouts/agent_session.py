@@ -26,6 +26,7 @@ from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import TOKEN_WATCHERS, seed_for
 from ludus.envs.tool_env import describe_error
 from ludus.errors import EngineError, LudusError, RequestRejected, UserError
+from ludus.rollouts.dialogues.reply_rewards import Place, RewardedReplies
 from ludus.rollouts.episode import EPISODE_TIMEOUT, ChatSession, EngineChatSession, is_being_cancelled
 from ludus.rollouts.trees import join_rows
 from ludus.sandbox.local.namespaces import PausableTimeout
@@ -117,7 +118,7 @@ class PendingTurn:
     prompt: tuple[int, ...]
     tokens: tuple[int, ...]
     commit: Callable[[], None]
-    place: tuple[int, int] = (0, 0)
+    place: Place = (0, 0)
     stopped_by: str = ""
     """The stop string of the request that ended the reply."""
 
@@ -135,7 +136,7 @@ def _clocks() -> tuple[float, float]:
 
 
 @dataclass(eq=False)
-class AgentSession:
+class AgentSession(RewardedReplies):
     """The policy of one rollout. `make_chat` returns a dialogue with the engine, all of one seed and name.
 
     With `serial`, requests are sampled one at a time, for engines that batch the requests of all episodes. `address`
@@ -154,8 +155,6 @@ class AgentSession:
     agent_rewards: dict[str, float] = field(init=False, default_factory=dict)
     opponent: AgentSession | None = None
     notes: Notes = field(default_factory=Notes)
-    rewards_by_place: dict[tuple[int, int], float] = field(init=False, default_factory=dict)
-    """Rewards that a client reported for single turns, by `PendingTurn.place`."""
     answer: str | None = field(init=False, default=None)
     client: AgentClient | None = field(init=False, default=None)
     ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
@@ -191,6 +190,7 @@ class AgentSession:
         """Return an agent's next message. Raises RolloutEnded after the end of the rollout."""
         pending = await self.sample(messages, tools, agent=agent)
         pending.commit()
+        self.add_message(pending.action.message, pending.place)
         return pending.action.message
 
     async def sample(
@@ -306,9 +306,10 @@ class AgentSession:
 
     @cached_property
     def _salt(self) -> str:
-        """Text that makes the ids of tool calls unique over all rollouts."""
+        """Text that makes the ids of tool calls unique over all rollouts, equal for all attempts (`NAME/ATTEMPT`)."""
         first = self._rows[0].chat
         name = first.episode if isinstance(first, EngineChatSession) else str(id(self))
+        name = name.rpartition("/")[0] or name
         return hashlib.blake2b(name.encode(), digest_size=6).hexdigest()
 
     async def _act(self, chat: ChatSession) -> Action | StopReason:
