@@ -29,7 +29,7 @@ INIT = ScratchConfig(
     vocab_size=1536,
     hidden_size=64,
     intermediate_size=192,
-    num_layers=4,
+    num_layers=3,
     num_heads=2,
     num_kv_heads=2,
     context_tokens=16384,
@@ -82,7 +82,7 @@ def scripted_server(next_reply: Callable[[dict], dict]) -> Iterator[str]:
             pass
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = Thread(target=server.serve_forever)
+    thread = Thread(target=server.serve_forever, args=(0.02,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{server.server_port}/v1"
@@ -168,8 +168,8 @@ def train(agent, script):
         algorithm={"group_size": 8},
         rollout=LIMITS,
         evaluation={
-            "tasks": 300,
-            "tasks_during": 64,
+            "tasks": 100,
+            "tasks_during": 50,
             "every": args.steps,
             "splits": ["test"],
             "temperatures": [0.0, 1.0],
