@@ -124,60 +124,80 @@ def _message(given: dict) -> dict:
     return {"content": "", **kept}
 
 
-def cold_start(agent, script, folder: Path, seed: int, num_tasks: int, steps: int) -> Path:
-    """Train a tokenizer and a small model on demonstrations, in a folder, and return the checkpoint's."""
+def cold_start(agent, script, folder: Path, seed: int, num_tasks: int = 300) -> Path:
+    """Train a tokenizer and a small model on demonstrations, in a folder, and return the checkpoint's.
+
+    The model learns to copy names and the task on shortened prompts first, and then on the whole ones.
+    """
     found = demonstrations(agent, script, TASKS["train"][:num_tasks], seed)
-    folder.mkdir(parents=True, exist_ok=True)
-    data = folder / "demonstrations.jsonl"
-    data.write_text("".join(json.dumps(one) + "\n" for one in found))
-    texts = chain.from_iterable(
-        (message["content"], json.dumps(message.get("tool_calls", ""))) for one in found for message in one["messages"]
-    )
-    tokenizer = train_tokenizer(texts, INIT.vocab_size)
+    messages = [message for one in found for message in one["messages"]]
+    texts = ((message["content"], json.dumps(message.get("tool_calls", ""))) for message in messages)
+    tokenizer = train_tokenizer(chain.from_iterable(texts), INIT.vocab_size)
     model = build_tiny(INIT, tokenizer, seed)
+    checkpoint = folder / "random"
     for part in (tokenizer, model):
-        part.save_pretrained(folder / "random")
+        part.save_pretrained(checkpoint)
     print(f"{len(found)} demonstrations, {model.num_parameters():,} parameters")
-    run = ludus.sft(
-        Config(),
-        model=str(folder / "random"),
-        sft={"data": str(data), "steps": steps, "batch_size": 16, "learning_rate": 3e-3, "microbatch_tokens": 16384},
-        rollout=LIMITS,
-        run={"dir": str(folder / "sft"), "seed": seed, "threads": 1},
-    )
-    return run.checkpoint
+    short = [*map(_shortened, found), *_repetitions(len(found), seed)]
+    phases = {"short": (short, 500, 3e-3), "whole": ([*found, *short[: len(found)]], 120, 1.5e-3)}
+    for name, (dialogues, steps, learning_rate) in phases.items():
+        data = folder / f"{name}.jsonl"
+        data.write_text("".join(json.dumps(one) + "\n" for one in dialogues))
+        sft = {"data": str(data), "steps": steps, "batch_size": 16, "learning_rate": learning_rate}
+        run = ludus.sft(
+            Config(),
+            model=str(checkpoint),
+            sft=sft | {"microbatch_tokens": 16384, "checkpoint_every": 50},
+            rollout=LIMITS,
+            run={"dir": str(folder / f"sft-{name}"), "seed": seed, "threads": 1},
+        )
+        checkpoint = run.checkpoint
+    return checkpoint
+
+
+def _shortened(dialogue: dict) -> dict:
+    """Return a dialogue without its system message, and with the first paragraph alone of the user's first message."""
+    task, *rest = (one for one in dialogue["messages"] if one["role"] != "system")
+    return {**dialogue, "messages": [{**task, "content": task["content"].partition("\n\n")[0]}, *rest]}
+
+
+def _repetitions(num: int, seed: int) -> Iterator[dict]:
+    """Yield dialogues that repeat random names, from which a small model learns to copy."""
+    rng = random.Random(seed)
+    for _ in range(num):
+        names = " ".join(rng.sample(NAMES, 10))
+        yield {"messages": [{"role": role, "content": names} for role in ("user", "assistant")]}
 
 
 def train(agent, script):
     """Train an agent with the settings of the command line, and print its held-out success before and after."""
     parser = argparse.ArgumentParser(description=agent.__doc__)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dir", type=Path, default=Path("runs/long-prompt"))
-    parser.add_argument("--cold-start-tasks", type=int, default=600)
-    parser.add_argument("--cold-start-steps", type=int, default=500)
     parser.add_argument("--model", help="a cold start, instead of training one")
     args = parser.parse_args()
-    model = args.model or cold_start(agent, script, args.dir, args.seed, args.cold_start_tasks, args.cold_start_steps)
+    model = args.model or cold_start(agent, script, args.dir, args.seed)
     run = ludus.train(
         agent,
         TASKS,
         reward,
         model=str(model),
-        training={"steps": args.steps, "prompts_per_step": 8, "learning_rate": 1e-3, "microbatch_tokens": 16384},
+        training={"steps": args.steps, "prompts_per_step": 6, "learning_rate": 5e-4, "microbatch_tokens": 16384},
         algorithm={"group_size": 8},
         rollout=LIMITS,
         evaluation={
             "tasks": 100,
-            "tasks_during": 50,
+            "tasks_before": 100,
+            "tasks_during": 16,
             "every": args.steps,
             "splits": ["test"],
-            "temperatures": [0.0, 1.0],
+            "temperatures": [0.0],
         },
         run={"dir": str(args.dir / f"rl-{args.seed}"), "seed": args.seed, "threads": 1},
     )
     for one in run.evaluations:
         if one.plan.split == "test":
             found = f"{one.rate:.1%} [{one.interval.low:.1%}, {one.interval.high:.1%}] of {one.plan.num_tasks} tasks"
-            print(f"step {one.plan.step}, temperature {one.plan.temperature:g}: {found}")
+            print(f"step {one.plan.step}: {found}")
     return run
