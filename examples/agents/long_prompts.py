@@ -1,9 +1,9 @@
 """What the agents with long first prompts share: tasks, demonstrations in the format of their SDK, and training.
 
 Programs whose first prompt has thousands of tokens need a model with such a context. `train` makes one of 0.3 million
-parameters: the agent runs against a server with scripted replies, which records the requests of the SDK; a tokenizer
-and a model are trained on them (SFT), and then the agent is trained by RL. The demonstrations are flawed: 60 % answer
-with the first of two numbers.
+parameters, with attention to a window of 384 tokens: the agent runs against a server with scripted replies, which
+records the requests of the SDK; a tokenizer and a model are trained on them (SFT), and then the agent is trained by
+RL. The demonstrations are flawed: 60 % answer with the first of two numbers.
 """
 
 import argparse
@@ -34,6 +34,9 @@ INIT = ScratchConfig(
     num_kv_heads=2,
     context_tokens=16384,
 )
+WINDOW = {"use_sliding_window": True, "sliding_window": 384, "max_window_layers": 0}
+WINDOW["layer_types"] = ["sliding_attention"] * INIT.num_layers
+"""A token attends to the 384 tokens before it: the task and the dialogue, and the end of the system message."""
 LIMITS = {"max_turns": 8, "max_tokens_per_turn": 96, "max_seq_len": 16000, "concurrency": 16}
 
 
@@ -127,19 +130,25 @@ def _message(given: dict) -> dict:
 def cold_start(agent, script, folder: Path, seed: int, num_tasks: int = 300) -> Path:
     """Train a tokenizer and a small model on demonstrations, in a folder, and return the checkpoint's.
 
-    The model learns to copy names and the task on shortened prompts first, and then on the whole ones.
+    The model learns to copy names and the task without the system message first, and then behind ends of it, which
+    fill its window.
     """
     found = demonstrations(agent, script, TASKS["train"][:num_tasks], seed)
     messages = [message for one in found for message in one["messages"]]
     texts = ((message["content"], json.dumps(message.get("tool_calls", ""))) for message in messages)
     tokenizer = train_tokenizer(chain.from_iterable(texts), INIT.vocab_size)
     model = build_tiny(INIT, tokenizer, seed)
+    model.config.update(WINDOW)
     checkpoint = folder / "random"
     for part in (tokenizer, model):
         part.save_pretrained(checkpoint)
     print(f"{len(found)} demonstrations, {model.num_parameters():,} parameters")
-    short = [*map(_shortened, found), *_repetitions(len(found), seed)]
-    phases = {"short": (short, 500, 3e-3), "whole": ([*found, *short[: len(found)]], 120, 1.5e-3)}
+    rng = random.Random(seed)
+    short = [*map(_shortened, found), *_repetitions(len(found), rng)]
+    phases = {
+        "short": (short, 500, 3e-3),
+        "tails": ([_shortened(one, rng.randrange(1500)) for one in found * 3], 120, 2e-3),
+    }
     for name, (dialogues, steps, learning_rate) in phases.items():
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(one) + "\n" for one in dialogues))
@@ -155,15 +164,16 @@ def cold_start(agent, script, folder: Path, seed: int, num_tasks: int = 300) -> 
     return checkpoint
 
 
-def _shortened(dialogue: dict) -> dict:
-    """Return a dialogue without its system message, and with the first paragraph alone of the user's first message."""
+def _shortened(dialogue: dict, num_chars: int = 0) -> dict:
+    """Return a dialogue with the end of its system message and the first paragraph of the user's first message."""
+    system = [one for one in dialogue["messages"] if one["role"] == "system" and num_chars]
     task, *rest = (one for one in dialogue["messages"] if one["role"] != "system")
-    return {**dialogue, "messages": [{**task, "content": task["content"].partition("\n\n")[0]}, *rest]}
+    kept = [{**one, "content": one["content"][-num_chars:]} for one in system]
+    return {**dialogue, "messages": [*kept, {**task, "content": task["content"].partition("\n\n")[0]}, *rest]}
 
 
-def _repetitions(num: int, seed: int) -> Iterator[dict]:
+def _repetitions(num: int, rng: random.Random) -> Iterator[dict]:
     """Yield dialogues that repeat random names, from which a small model learns to copy."""
-    rng = random.Random(seed)
     for _ in range(num):
         names = " ".join(rng.sample(NAMES, 10))
         yield {"messages": [{"role": role, "content": names} for role in ("user", "assistant")]}
@@ -188,8 +198,8 @@ def train(agent, script):
         rollout=LIMITS,
         evaluation={
             "tasks": 100,
-            "tasks_before": 100,
-            "tasks_during": 16,
+            "tasks_before": 64,
+            "tasks_during": 8,
             "every": args.steps,
             "splits": ["test"],
             "temperatures": [0.0],
