@@ -22,8 +22,28 @@ from ludus.config.schema import Config
 from ludus.config.sections.model import ScratchConfig
 from ludus.engines.models.loading import build_tiny
 
-NAMES = ("Alder", "Ash", "Aspen", "Beech", "Birch", "Box", "Cedar", "Elder", "Elm", "Fir", "Hazel", "Holly")
-NAMES += ("Larch", "Lime", "Maple", "Oak", "Pine", "Rowan", "Spruce", "Yew")
+NAMES = (
+    "Alder",
+    "Ash",
+    "Aspen",
+    "Beech",
+    "Birch",
+    "Box",
+    "Cedar",
+    "Elder",
+    "Elm",
+    "Fir",
+    "Hazel",
+    "Holly",
+    "Larch",
+    "Lime",
+    "Maple",
+    "Oak",
+    "Pine",
+    "Rowan",
+    "Spruce",
+    "Yew",
+)
 SHARE_FLAWED = 0.6
 INIT = ScratchConfig(
     vocab_size=1536,
@@ -34,8 +54,12 @@ INIT = ScratchConfig(
     num_kv_heads=2,
     context_tokens=16384,
 )
-WINDOW = {"use_sliding_window": True, "sliding_window": 384, "max_window_layers": 0}
-WINDOW["layer_types"] = ["sliding_attention"] * INIT.num_layers
+WINDOW = {
+    "use_sliding_window": True,
+    "sliding_window": 384,
+    "max_window_layers": 0,
+    "layer_types": ["sliding_attention"] * INIT.num_layers,
+}
 """A token attends to the 384 tokens before it: the task and the dialogue, and the end of the system message."""
 LIMITS = {"max_turns": 8, "max_tokens_per_turn": 96, "max_seq_len": 16000, "concurrency": 16}
 

@@ -2,27 +2,34 @@
 
 import asyncio
 import json
-import os
+from functools import cache
 from importlib import resources
 
 import yaml
 from long_prompts import train
-
-os.environ |= {"MSWEA_SILENT_STARTUP": "1", "MSWEA_MODEL_RETRY_STOP_AFTER_ATTEMPT": "1"}
-
 from minisweagent.agents.default import DefaultAgent
 from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models.litellm_model import LitellmModel
 
 from ludus.sandbox import open_sandbox
 
-CONFIG = yaml.safe_load((resources.files("minisweagent") / "config" / "mini.yaml").read_text())
 SYSTEM = {"system": "Linux", "release": "", "version": "", "machine": ""}
 TASKS = {
     "sum": "write the sum of the numbers in the files {} and {} to the file answer.",
     "larger": "write the larger one of the numbers in the files {} and {} to the file answer.",
     "smaller": "write the smaller one of the numbers in the files {} and {} to the file answer.",
 }
+
+
+@cache
+def config() -> dict:
+    return yaml.safe_load((resources.files("minisweagent") / "config" / "mini.yaml").read_text())
+
+
+class PolicyModel(LitellmModel):
+    """A model whose failed requests are not repeated: they are refused after the end of the rollout."""
+
+    abort_exceptions = (Exception,)
 
 
 class SandboxEnvironment(LocalEnvironment):
@@ -53,12 +60,11 @@ class SandboxEnvironment(LocalEnvironment):
 
 
 def agent(task, base_url, api_key):
-    options = {"model_kwargs": {"api_base": base_url, "api_key": api_key}, "cost_tracking": "ignore_errors"}
-    model = LitellmModel(
-        model_name="openai/policy", **options, **{k: v for k, v in CONFIG["model"].items() if k.endswith("template")}
-    )
+    options = {name: text for name, text in config()["model"].items() if name.endswith("template")}
+    options |= {"model_kwargs": {"api_base": base_url, "api_key": api_key}, "cost_tracking": "ignore_errors"}
+    model = PolicyModel(model_name="openai/policy", **options)
     environment = SandboxEnvironment({name: f"{number}\n".encode() for name, number in task["numbers"].items()})
-    templates = {name: CONFIG["agent"][name] for name in ("system_template", "instance_template")}
+    templates = {name: config()["agent"][name] for name in ("system_template", "instance_template")}
     try:
         DefaultAgent(model, environment, **templates, step_limit=6).run(TASKS[task["word"]].format(*task["numbers"]))
     finally:
