@@ -1,11 +1,13 @@
 """The agents of examples/agents: each SDK that is installed samples the same tokens from the cold start.
 
 The programs with a shell, whose prompts are longer than its context, get a scripted policy that calls the shell once.
+Other agents with long prompts get a script of their own.
 """
 
 import asyncio
 import importlib
 import importlib.util
+import json
 import shutil
 import sys
 from importlib import resources
@@ -19,11 +21,14 @@ from ludus.config.sections.rollout import AgentConfig, RolloutConfig
 from ludus.envs.agent_world import AgentWorld
 from ludus.gateway.sessions import SessionServer
 from ludus.rollouts.agent_runs import AgentRunner, ExternalAgent
-from ludus.types import StopReason
-from small_worlds import RecordingWorld, call, end_token, make_chat, make_task, scripted, tokenizer
+from ludus.rollouts.agent_session import AgentSession
+from ludus.types import Completion, StopReason
+from small_worlds import RecordingWorld, call, end_token, in_order, make_chat, make_task, scripted, tokenizer
 
 FOLDER = Path(__file__).parents[1] / "examples" / "agents"
-EXAMPLES = sorted(file.stem for file in FOLDER.glob("*.py") if file.stem not in ("search_tasks", "claude_agent"))
+LONG_PROMPTS = ("mini_swe_agent", "smolagents_code")
+SHARED = {"search_tasks", "long_prompts", "claude_agent"}
+EXAMPLES = sorted({file.stem for file in FOLDER.glob("*.py")} - {*SHARED, *LONG_PROMPTS})
 ADD = "echo sum-$((6 * 7))"
 PROGRAMS = {
     "codex": (["sh", f"{FOLDER}/codex.sh"], call("exec_command", cmd=ADD)),
@@ -32,13 +37,18 @@ PROGRAMS = {
 SETTINGS = {"rollout": {"max_seq_len": 640, "retries": 0, "max_failure_rate": 0.0}, "run": {"threads": 1}}
 
 
-def sample(name, monkeypatch):
-    """The rollouts of an example on two tasks, two of each."""
+def load(name, monkeypatch):
+    """The module of an example."""
     monkeypatch.syspath_prepend(FOLDER)
     try:
-        example = importlib.import_module(name)
+        return importlib.import_module(name)
     except ImportError as error:
         pytest.skip(f"needs {error.name} (examples/agents/requirements.txt)")
+
+
+def sample(name, monkeypatch):
+    """The rollouts of an example on two tasks, two of each."""
+    example = load(name, monkeypatch)
     tasks = sys.modules["search_tasks"]
     world = AgentWorld.of(example.agent, {name: found[:4] for name, found in tasks.TASKS.items()}, tasks.reward)
     model = str(resources.files("ludus.recipes") / "search" / "cold_start")
@@ -91,3 +101,47 @@ def test_program_with_a_shell_is_one_row_of_the_tokens_of_the_engine(name):
         tokens += segment.tokens
     assert len(done) == 2
     assert recorded == done
+
+
+@pytest.mark.parametrize("name", LONG_PROMPTS)
+@pytest.mark.parametrize("flawed", [False, True])
+def test_agent_with_a_long_prompt_continues_one_row(name, flawed, monkeypatch):
+    """Its code runs in the sandbox, and follow-ups continue the row of the recorded tokens."""
+    example = load(name, monkeypatch)
+    shared = sys.modules["long_prompts"]
+    task = next(one for one in shared.TASKS["test"] if one["word"] == "sum")
+    engine = scripted(in_order(*map(completion, example.script(task, flawed))), context_tokens=16384)
+    session = AgentSession(lambda: make_chat(engine, max_tokens=16000), RolloutConfig())
+
+    async def play():
+        address = await SessionServer().add(session)
+        return await asyncio.to_thread(example.agent, task, *address)
+
+    answer = asyncio.run(play())
+    assert shared.reward(task, answer) == float(not flawed)
+    assert answer.strip() == (str(next(iter(task["numbers"].values()))) if flawed else task["answer"])
+    assert session.num_turns == len(engine.requests) == len(example.script(task, flawed))
+    segments = session.segments()
+    assert [one.kind for one in segments] == ["prompt", *["action", "observation"] * session.num_turns][:-1]
+
+
+def completion(reply):
+    """The reply of a script as the policy samples it: to its stop string, or to the end of its turn."""
+    text = reply["content"] + reply.get("stop", "")
+    for one in reply.get("tool_calls", []):
+        text += "\n" + call(one["function"]["name"], **json.loads(one["function"]["arguments"]))
+    tokens = (*tokenizer().encode(text, add_special_tokens=False), *[end_token()] * ("stop" not in reply))
+    return Completion(tokens, (-1.0,) * len(tokens), (0,) * len(tokens), "stop")
+
+
+def test_demonstrations_are_the_requests_of_the_sdk(monkeypatch):
+    example = load("openai_chat", monkeypatch)
+    shared = importlib.import_module("long_prompts")
+    function = {"name": "search", "arguments": '{"query": "x"}'}
+    calls = [{"id": "a", "type": "function", "function": function}]
+    replies = [{"content": "", "tool_calls": calls}, {"content": "y"}]
+    first, second = shared.demonstrations(example.agent, lambda *_: replies, [{"question": "q"}])
+    assert [one["role"] for one in second["messages"]] == ["system", "user", "assistant", "tool", "assistant"]
+    assert [one.get("train", True) for one in second["messages"] if one["role"] == "assistant"] == [False, True]
+    assert first["messages"] == [*second["messages"][:2], {"role": "assistant", **replies[0]}]
+    assert first["tools"][0]["function"]["name"] == "search"

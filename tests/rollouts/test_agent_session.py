@@ -26,7 +26,7 @@ from ludus.rollouts.rollout_files import RolloutRecord, parse_rollout, rollout_l
 from ludus.rollouts.scheduler import Episode
 from ludus.training.batches.rows import row_of_trajectory
 from ludus.training.credit.advantages import assign_credit
-from ludus.types import Group, Message, StopReason, Task, Trajectory
+from ludus.types import Completion, Group, Message, StopReason, Task, Trajectory
 from scripted_engine import Faults
 from small_worlds import call, echo, in_order, make_chat, renderer, scripted, tokenizer
 
@@ -112,6 +112,49 @@ def test_other_tools_rewritten_history_and_other_system_messages_start_rows():
     ]
     assert engine.requests[0].token_ids == renderer().prompt([user("one")], [])
     assert len({request.episode for request in engine.requests}) == 4
+
+
+def unended(text):
+    """A completion that a stop string ends, without an end-of-turn token."""
+    tokens = tuple(tokenizer().encode(text, add_special_tokens=False))
+    return Completion(tokens, (-1.0,) * len(tokens), (0,) * len(tokens), "stop")
+
+
+def test_text_that_a_client_writes_behind_an_unended_reply_is_an_observation():
+    engine, session = session_of(unended("go <code>x</code>"), unended("go <code>y</code>"), "end", "other")
+
+    async def dialogue():
+        messages = [user("one")]
+        for step in "xy":
+            pending = await session.sample(messages, limits=ReplyLimits(stop=("</code>",)))
+            pending.commit()
+            text = f"{pending.action.message['content'].strip()}</code>\nCalls: {step}"
+            messages += [Message(role="assistant", content=text), user(f"saw {step}")]
+        await session.chat(messages)
+        messages[1]["content"] = messages[1]["content"].replace("go", "gone")
+        await session.chat(messages)  # does not begin with the reply
+
+    run(dialogue())
+    assert [len(row) for row in trajectory_of(session.segments()).rows] == [6, 2]
+    first = session.segments()
+    assert tokenizer().decode(first[1].tokens) == "go <code>x</code>"
+    added, end = tokenizer().encode("\nCalls: x", add_special_tokens=False), renderer().stop_token_ids[0]
+    assert first[2].kind == "observation"
+    assert first[2].tokens == (*added, *renderer().observation([user("saw x")], added[-1]))
+    assert first[2].tokens[len(added)] == end
+    assert row_tokens(session)[0][: len(engine.requests[2].token_ids)] == engine.requests[2].token_ids
+
+
+def test_text_behind_a_reply_that_ended_its_turn_starts_a_row():
+    _, session = session_of("go", "end")
+
+    async def dialogue():
+        said = await session.chat([user("one")])
+        written_on = Message(role="assistant", content=said["content"] + " on")
+        await session.chat([user("one"), written_on, user("two")])
+
+    run(dialogue())
+    assert len(row_tokens(session)) == 2
 
 
 def test_siblings_and_older_turns_fork_and_share_their_tokens():

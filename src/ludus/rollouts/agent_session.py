@@ -26,12 +26,13 @@ from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import TOKEN_WATCHERS, seed_for
 from ludus.envs.tool_env import describe_error
 from ludus.errors import EngineError, LudusError, RequestRejected, UserError
+from ludus.rollouts.dialogues.history import RecordedTurn, RecordedTurns, canonical, json_value
 from ludus.rollouts.dialogues.reply_rewards import Place, RewardedReplies
 from ludus.rollouts.episode import EPISODE_TIMEOUT, ChatSession, EngineChatSession, is_being_cancelled
 from ludus.rollouts.trees import join_rows
 from ludus.sandbox.local.namespaces import PausableTimeout
 from ludus.tools.notes import Notes
-from ludus.types import JSON, POLICY, Action, Guide, Message, SamplingParams, Segment, StopReason
+from ludus.types import POLICY, Action, Guide, Message, SamplingParams, Segment, StopReason
 
 if TYPE_CHECKING:
     from ludus.envs.base import AgentClient
@@ -78,15 +79,6 @@ class _Row:
     def segments(self) -> list[Segment]:
         """Return the committed segments, with the name of the agent."""
         return [replace(one, agent=self.agent) for one in self.chat.segments[: self.end]]
-
-
-@dataclass(frozen=True, slots=True)
-class _Turn:
-    """A committed reply: its row, and the number of the row's segments up to it."""
-
-    row: int
-    end: int
-    reply: Message
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +155,7 @@ class AgentSession(RewardedReplies):
     seconds: list[float] = field(init=False, default_factory=list)
     """Seconds of each committed reply."""
     _rows: list[_Row] = field(init=False, default_factory=list)
-    _turns: dict[bytes, list[_Turn]] = field(init=False, default_factory=dict)
+    _turns: RecordedTurns = field(init=False, default_factory=RecordedTurns)
     _texts: RecordedTexts = field(init=False, default_factory=RecordedTexts)
     _num_requests: int = field(init=False, default=0)
     _num_running: int = field(init=False, default=0)
@@ -367,14 +359,13 @@ class AgentSession(RewardedReplies):
 
     def _row_for(self, messages: Sequence[Message], tools: Sequence[Tool], agent: str) -> tuple[int, StopReason | None]:
         """Return the number of the row whose next action replies to the messages; also the limit that they exceed."""
-        for length, digest in reversed(list(_history_digests(messages, tools, agent))):
-            tail = messages[length:]
-            if digest not in self._turns or any(message["role"] == "assistant" for message in tail):
-                continue
-            turn = _best(self._turns[digest], messages[length - 1])
-            number = self._continuation(turn.row, turn.end)
-            if number is not None:
-                return number, self._rows[number].chat.observe(tail)
+        found = self._turns.find(messages, tools, agent)
+        number = None if found is None else self._continuation(found.turn.row, found.turn.end)
+        if found is not None and number is not None:
+            chat = self._rows[number].chat
+            if isinstance(chat, EngineChatSession):
+                return number, chat.observe(found.tail, found.added)
+            return number, chat.observe(found.tail)
         chat = self._new_chat(agent)
         _log_new_row(len(self._rows), self.messages, messages)
         self._rows.append(_Row(chat, agent))
@@ -433,8 +424,8 @@ class AgentSession(RewardedReplies):
             assert isinstance(one.chat, EngineChatSession)
             self._texts.add(messages[0]["content"], one.chat.segments, one.chat.renderer)
             return
-        *_, (_, digest) = _history_digests(self.messages, tools, one.agent)
-        self._turns.setdefault(digest, []).append(_Turn(row, one.end, action.message))
+        turn = RecordedTurn(row, one.end, action.message, _unended_text(one.chat))
+        self._turns.add(messages, tools, one.agent, turn)
 
 
 def _check_request(messages: Sequence[Message], limits: ReplyLimits, agent: str) -> None:
@@ -454,7 +445,7 @@ def _log_new_row(number: int, last: Sequence[Message], messages: Sequence[Messag
     if not last or not log.isEnabledFor(logging.DEBUG):
         return
     for place, (before, after) in enumerate(zip(last, messages, strict=False)):
-        if _canonical(before) != _canonical(after):
+        if canonical(before) != canonical(after):
             texts = (json.dumps(message, ensure_ascii=False)[:500] for message in (before, after))
             log.debug("row %d: message %d differs: %s became %s", number, place, *texts)
             return
@@ -498,6 +489,13 @@ def _with_ids(action: Action, prefix: str) -> Action:
     return replace(action, message=message, calls=valid, errors=tuple(replace(e, id=ids[e.id]) for e in action.errors))
 
 
+def _unended_text(chat: ChatSession) -> str:
+    """Return the text of the last reply if its end-of-turn token was not sampled, else an empty one."""
+    if not isinstance(chat, EngineChatSession) or chat.segments[-1].tokens[-1] in chat.renderer.stop_token_ids:
+        return ""
+    return decode_exactly(chat.renderer.tokenizer, chat.segments[-1].tokens)
+
+
 def _numbered(segments: Sequence[Segment]) -> Iterator[Segment]:
     turns: list[int] = []
     num = 0
@@ -508,29 +506,10 @@ def _numbered(segments: Sequence[Segment]) -> Iterator[Segment]:
         yield replace(segment, turn=turns[-1])
 
 
-def _history_digests(messages: Sequence[Message], tools: Sequence[Tool], agent: str) -> Iterator[tuple[int, bytes]]:
-    """Yield length and digest of each part of an agent's dialogue up to an assistant message, shortest first."""
-    schemas = [tool.schema for tool in tools]
-    digest = hashlib.blake2b(json.dumps([agent, schemas], sort_keys=True).encode(), digest_size=16)
-    for length, message in enumerate(messages, start=1):
-        digest.update(_canonical(message))
-        if message["role"] == "assistant":
-            yield length, digest.digest()
-
-
-def _canonical(message: Message) -> bytes:
-    """Return the parts of a message that agents send back unchanged: role, stripped text, and calls as JSON values."""
-    calls = [
-        (one["function"]["name"], _json_value(one["function"]["arguments"])) for one in message.get("tool_calls", [])
-    ]
-    parts = (message["role"], message.get("content", "").strip(), calls)
-    return json.dumps(parts, sort_keys=True).encode() + b"\n"
-
-
 def _renderable(message: Message) -> Message:
     """Return the message with calls whose arguments are no JSON object as text, since templates cannot render them."""
     calls = message.get("tool_calls", [])
-    odd = [call for call in calls if not isinstance(_json_value(call["function"]["arguments"]), dict)]
+    odd = [call for call in calls if not isinstance(json_value(call["function"]["arguments"]), dict)]
     if not odd:
         return message
     rendered = message.copy()
@@ -538,29 +517,3 @@ def _renderable(message: Message) -> Message:
     rendered["content"] = "\n".join([message["content"], *texts]).strip()
     rendered["tool_calls"] = [call for call in calls if call not in odd]
     return rendered
-
-
-def _json_value(text: str) -> object:
-    try:
-        return _whole_numbers(json.loads(text))
-    except (ValueError, RecursionError):
-        return text.strip()
-
-
-def _whole_numbers(value: JSON) -> JSON:
-    """Return the value with floats that are integers as integers, since clients write 1.0 as 1."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
-    if isinstance(value, list):
-        return [_whole_numbers(item) for item in value]
-    return {name: _whole_numbers(item) for name, item in value.items()} if isinstance(value, dict) else value
-
-
-def _best(turns: Sequence[_Turn], given: Message) -> _Turn:
-    """Return the turn whose reply agrees best with a message of the history: ids of calls, then thinking, then age."""
-
-    def agreement(turn: _Turn) -> tuple[bool, bool]:
-        ids = [[call["id"] for call in one.get("tool_calls", [])] for one in (turn.reply, given)]
-        return ids[0] == ids[1], turn.reply.get("reasoning_content") == given.get("reasoning_content")
-
-    return max(reversed(turns), key=agreement)

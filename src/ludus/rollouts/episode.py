@@ -399,8 +399,10 @@ class EngineChatSession:
             return StopReason.MAX_TOKENS
         return self.renderer.parse(completion.tokens, turn, completion.finish_reason, self._tools)
 
-    def observe(self, messages: Sequence[Message]) -> StopReason | None:
-        return self.extend(self.renderer.observation(messages, self._tokens[-1]))
+    def observe(self, messages: Sequence[Message], added: str = "") -> StopReason | None:
+        """Append messages, and before them `added`: text that a client wrote behind the last reply."""
+        tokens = tuple(self.renderer.tokenizer.encode(added, add_special_tokens=False))
+        return self.extend((*tokens, *self.renderer.observation(messages, (*self._tokens[-1:], *tokens)[-1])))
 
     def extend(self, tokens: tuple[int, ...]) -> StopReason | None:
         """Append a prompt or an observation. Returns a stop reason if the tokens do not fit."""
