@@ -10,12 +10,13 @@ import openai
 import pytest
 from pydantic import BaseModel
 
-from ludus.config.sections.rollout import RolloutConfig
+from ludus.config.sections.rollout import AgentConfig, RolloutConfig
 from ludus.engines.base import TOKEN_WATCHERS
+from ludus.gateway.agents import agent_server
 from ludus.gateway.sessions import SessionServer
 from ludus.rollouts.agent_session import AgentSession
 from ludus.types import StopReason, Trajectory
-from small_worlds import call, end_token, in_order, make_chat, scripted, tokenizer
+from small_worlds import RecordingWorld, call, end_token, in_order, make_chat, scripted, tokenizer
 
 LIMITS = RolloutConfig()
 SEARCH = call("echo", text="x")
@@ -643,3 +644,8 @@ def test_thoughts_are_not_streamed_as_text():
             return [one["choices"][0]["delta"] for one in data_of(response.text)]
 
     assert run(dialogue())[1:] == [{"reasoning_content": "hm"}, {"content": "hello"}, {}]
+
+
+def test_run_without_agents_starts_no_server():
+    assert agent_server(RecordingWorld(), AgentConfig()) is None
+    assert agent_server(RecordingWorld(), AgentConfig(command=["true"])) is not None
