@@ -13,7 +13,7 @@ class TicTacToe:
     """The rules. A position is the moves so far, as a text of digits."""
 
     players = ("x", "o")
-    rules = "Tic-tac-toe: reply with a free square."
+    rules = "Tic-tac-toe: reply with a free square, 1 to 9."
 
     def openings(self) -> Sequence[str]:
         """Return the empty board, and the boards after one and two moves."""
@@ -37,8 +37,8 @@ class TicTacToe:
         return (0.5, 0.5) if len(position) == 9 else None
 
     def seen_by(self, position: str, player: int) -> str:
-        """Return what a player sees: the board in three rows, with the numbers of the free squares."""
-        board = [str(i + 1) if square == "." else square for i, square in enumerate(_board(position))]
+        """Return what a player sees: the board in three rows, with a dot for each free square."""
+        board = _board(position)
         return " / ".join(" ".join(board[row : row + 3]) for row in (0, 3, 6))
 
     def expert_move(self, position: str, rng: random.Random) -> str:

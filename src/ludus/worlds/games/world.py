@@ -2,7 +2,7 @@
 
 An episode is a dialogue for each player that is the policy: a message describes the position, the reply is a move. The
 players are separate agents of the episode, each with its own reward, so that self-play trains both seats with a
-baseline for each (`algorithm.preset = "rae"`, arXiv:2506.24119 (SPIRAL), or groups by seat).
+baseline for each: the average of the seat in its group, or in the run (`algorithm.preset = "rae"`, arXiv:2506.24119).
 """
 
 from __future__ import annotations
