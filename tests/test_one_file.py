@@ -336,6 +336,7 @@ def test_sampled_token_frequencies_match_the_model_probabilities(monkeypatch):
     assert (shares - expected).abs().max() < 0.03
 
 
+@pytest.mark.slow
 def test_main_runs_on_a_checkpoint(tmp_path, monkeypatch, capsys):
     """A model that knows nothing gets no reward, so this checks the way and not the learning."""
     tiny(torch.float32).save_pretrained(tmp_path)

@@ -112,6 +112,7 @@ def test_several_attempts_give_pass_at_k(tiny_run, tmp_path):
     assert set(data["by_tag"]["family"]) == {"fruit", "tool"}
 
 
+@pytest.mark.slow
 def test_model_evaluation_writes_results_to_the_output_folder(tiny_run, tmp_path):
     model = tiny_run / "checkpoints" / "step-000002"
     words = ("eval", make_recipe(tmp_path), "--model", model, "--out", tmp_path / "out")
@@ -261,6 +262,7 @@ def test_a_run_with_adapters_is_reproduced_from_base_and_adapters(tiny_run, tmp_
     assert "step-000001-test-t1: reproduces the existing evaluation, bit for bit." in said.out
 
 
+@pytest.mark.slow
 def test_endpoint_evaluation_does_not_import_torch(tmp_path):
     program = (
         "import sys; from ludus.cli.main import main; code = main(sys.argv[1:]); print('torch' in sys.modules, code)"

@@ -135,6 +135,7 @@ def test_settings_are_distinguished_from_arguments(line, words, settings):
     assert split_settings(line.split()) == (words.split(), settings.split())
 
 
+@pytest.mark.slow
 def test_resume_applies_settings_given_after_the_run_folder(tiny_run, tmp_path):
     run = copy_run(tiny_run, tmp_path)
     said = ludus("train", "--resume", run, "--training.steps", "3")

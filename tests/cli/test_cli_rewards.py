@@ -132,6 +132,7 @@ def test_evaluations_are_judged_by_the_world_alone(run):
     assert "8 rollouts scored again" in one
 
 
+@pytest.mark.slow
 def test_what_a_section_made_is_made_again_bit_for_bit(tiny_run, tmp_path):
     words = ["--rewards.aggregation", "gated", "--rewards.normalise_by", "family"]
     words += ["--evaluation.splits", "[]"]

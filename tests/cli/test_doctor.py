@@ -81,6 +81,7 @@ def test_low_limits_are_notes_with_the_reason(monkeypatch):
     assert len(list(check_ulimits(has_gpu=False))) == 2
 
 
+@pytest.mark.slow
 def test_the_embedded_engine_has_a_speed():
     assert "tokens/s with 1 request" in asyncio.run(measure_embedded()).text
 

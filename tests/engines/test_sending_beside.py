@@ -135,6 +135,7 @@ class RefusingEngine(RemoteLikeEngine):
         await super().load_weights(version, changed)
 
 
+@pytest.mark.slow
 def test_wrong_weights_in_a_background_transfer_stop_the_run(tiny_run, tmp_path, monkeypatch):
     played_by(RefusingEngine, monkeypatch)
     (tmp_path / "refused").mkdir()

@@ -393,6 +393,7 @@ def test_mixture_run_reports_metrics_per_world(run):
     )
 
 
+@pytest.mark.slow
 def test_resumed_mixture_run_is_bitwise_identical(run, tmp_path):
     """From the checkpoint of its first step, as after a kill."""
     again = copy_run(run, tmp_path)

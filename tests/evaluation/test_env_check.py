@@ -371,6 +371,7 @@ def test_sound_world_scorecard_has_expected_values():
     assert "0" not in (alone, together)
 
 
+@pytest.mark.slow
 def test_scorecard_detects_random_and_graded_verdicts():
     import itertools
 

@@ -540,6 +540,7 @@ def test_arbitrary_text_does_not_make_parser_environment_or_renderer_raise(loop,
     json.dumps(result.messages, ensure_ascii=False).encode("utf-8")
 
 
+@pytest.mark.slow
 @settings(max_examples=350, **ANYTHING)
 @given(turns=st.lists(SAMPLED, min_size=3, max_size=3))
 def test_arbitrary_token_sequences_do_not_make_an_episode_raise(loop, turns):

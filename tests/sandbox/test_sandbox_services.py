@@ -225,6 +225,7 @@ def test_sandbox_check_runs_programs_on_a_service_and_reports_its_limits(backend
     assert "Not tested: whether the service isolates its machine" in said.out
 
 
+@pytest.mark.slow
 def test_service_unfit_for_graders_fails_its_check():
     with service(checking(careless, wants_fusion=True)) as url:
         said = refused("sandbox", "check", "--backend", "sandbox_fusion", "--url", url)

@@ -141,7 +141,9 @@ def test_demonstrations_are_legal_moves_of_all_players_in_both_games():
         seen.add(dialogue.messages[1]["content"].split()[0])
         legal = dialogue.messages[0]["content"].startswith("Kuhn") and {"bet", "check"}
         for asked, reply in zip(dialogue.messages[1::2], dialogue.messages[2::2], strict=True):
-            assert reply["content"] in (legal or asked["content"].split(": ")[1].split())
+            board = asked["content"].split(": ")[1].replace("/", "").split()
+            free = {str(number) for number, square in enumerate(board, start=1) if square == "."}
+            assert reply["content"] in (legal or free)
     assert seen == {f"{player}:" for game in GAMES for player in game.players}
 
 

@@ -95,6 +95,7 @@ def independently(problem):
 # Problems
 
 
+@pytest.mark.slow
 def test_every_answer_equals_its_steps_evaluated_in_python(everything):
     for task in everything:
         problem = task.truth.problem
@@ -151,6 +152,7 @@ def test_only_composition_has_held_out_problems(tasks):
     assert kinds >= {"stories", "links", "series", "paths"}
 
 
+@pytest.mark.slow
 def test_shipped_problems_equal_the_generator_output():
     for topics, levels, folder in ((DEFAULT_TOPICS, LEVELS, ""), (RECIPE[1], RECIPE[0], "recipe/")):
         for split in SPLITS:

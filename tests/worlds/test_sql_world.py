@@ -144,6 +144,7 @@ def test_shape_ignores_names_texts_and_numbers():
     assert shape_of(one) != shape_of(other.replace(">", "<"))
 
 
+@pytest.mark.slow
 def test_splits_share_no_shape_and_composition_has_held_out_pairs(drawn):
     shapes = {split: {q.data["shape"] for q in WORLD.questions[split]} for split in SPLITS}
     assert all(not shapes[a] & shapes[b] for a in SPLITS for b in SPLITS if a != b)
@@ -247,6 +248,7 @@ def test_memorized_rows_are_right_only_on_the_shown_database(questions):
     assert len(asked) > 300
 
 
+@pytest.mark.slow
 def test_echoes_and_other_answers_have_no_reward(questions):
     by_database = {}
     for question in questions:
@@ -363,6 +365,7 @@ def expert_player(world, task):
     return Player([m for m in world.expert(task).messages if m["role"] == "assistant"])
 
 
+@pytest.mark.slow
 def test_the_expert_solves_tasks_of_every_level_in_the_real_environment():
     for split in SPLITS:
         tasks = [t for level in LEVELS for t in WORLD.tasks(split) if t.tags["family"] == f"level {level}"]
@@ -514,6 +517,7 @@ print(hashlib.sha256(repr([d.messages for d in islice(world.demonstrations(1), 2
 """
 
 
+@pytest.mark.slow
 def test_equal_settings_give_equal_tasks_and_demonstrations_in_every_process(capsys):
     told = subprocess.run(
         [sys.executable, "-c", DIGEST],

@@ -539,6 +539,7 @@ def test_cheats_have_no_reward(catalogue):
     assert "tests do not need" in grades["tests rewritten while they run"].doubt
 
 
+@pytest.mark.slow
 def test_the_worst_cheats_have_no_reward(catalogue):
     grades = cheated(catalogue, CHOSEN)
     assert "gc.get_objects" in grades["gc"].doubt
@@ -631,6 +632,7 @@ def test_the_oracle_repairs_in_a_container(catalogue, tmp_path, monkeypatch):
     assert play(world, task, actions_of(world.expert(task).messages)).rewards["resolved"] == 1
 
 
+@pytest.mark.slow
 def test_alternative_repairs_are_right_and_differ_in_text(catalogue):
     world = make(catalogue)
     task = world.tasks("train")[0]

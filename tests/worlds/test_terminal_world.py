@@ -187,12 +187,14 @@ def test_settings_that_take_more_tasks_than_there_are_are_refused():
     assert len(make_terminal_world({**small, "per_shape": 100}, ToolLimits()).tasks("train")) == 490
 
 
+@pytest.mark.slow
 def test_the_most_tasks_of_each_kind_make_pairs_too():
     jobs = splits_of(TerminalSettings(per_shape=12))
     assert len({job.id for found in jobs.values() for job in found}) == sum(map(len, jobs.values()))
     assert sum(len(job.parts) == 2 for job in jobs["composition"]) == 24 * 12
 
 
+@pytest.mark.slow
 def test_demonstrations_begin_again_when_all_have_come():
     world = TerminalWorld(TerminalSettings(levels=(1,), topics=("git",), flaw_rate=0.0))
     shown = Counter(one.messages[1]["content"] for one in islice(world.demonstrations(0), 200))

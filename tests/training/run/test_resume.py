@@ -70,6 +70,7 @@ def test_rejected_resume_changes_nothing(tiny_run, tmp_path, words):
     assert contents(run) == before
 
 
+@pytest.mark.slow
 def test_resume_reports_its_first_step(tiny_run, tmp_path, monkeypatch):
     monkeypatch.setattr(rollout_collector.RolloutCollector, "sample", interrupted)
     run = copy_run(tiny_run, tmp_path)

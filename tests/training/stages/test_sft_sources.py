@@ -117,6 +117,7 @@ def recipe(tmp_path):
     return path
 
 
+@pytest.mark.slow
 def test_sources_and_classes_are_drawn_by_their_weights_and_the_same_each_time(recipe):
     def drawn(*words, num=400):
         config = load_config(recipe, words)

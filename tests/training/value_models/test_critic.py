@@ -174,6 +174,7 @@ def test_critic_state_restores_bit_for_bit():
         other.load_state({}, 1)
 
 
+@pytest.mark.slow
 def test_value_head_alone_trains_on_frozen_policy_states():
     model, rows = tiny_model(), random_rows(16)
     before = copy.deepcopy(model.state_dict())
