@@ -108,7 +108,7 @@ def parse(raw: bytes, histories: Histories) -> SessionRequest:
     refuse_fields(body, _UNSUPPORTED)
     before = list(histories.get(body.previous_response_id or "", ()))
     if body.previous_response_id and not before:
-        raise BadRequest(f"There is no response {body.previous_response_id[:80]!r} here.", 404)
+        raise BadRequest(f"The response {body.previous_response_id[:80]!r} is unknown.", 404)
     if body.instructions is not None:
         system = Message(role="system", content=body.instructions)
         before = [system, *(before[1:] if before and before[0]["role"] == "system" else before)]
