@@ -696,6 +696,7 @@ def test_a_scripted_agent_repairs_with_the_shell_and_the_tools(catalogue):
     assert not any(problem.suite.fail_to_pass[0] in m["content"] for m in played.messages)
 
 
+@pytest.mark.slow
 def test_world_rewards_the_oracle_and_no_cheat(catalogue):
     world = make(catalogue)
     report = check_world(world, CheckPlan(num_tasks=1, limits=RolloutConfig(max_turns=12)))

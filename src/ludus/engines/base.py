@@ -217,7 +217,7 @@ class HasRoleAdapters(Protocol):
 
     @property
     def roles(self) -> Collection[str]:
-        """The roles with an own adapter."""
+        """The roles with their own adapter."""
 
 
 @dataclass(frozen=True, slots=True)

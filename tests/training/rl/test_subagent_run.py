@@ -3,6 +3,8 @@
 import gzip
 import json
 
+import pytest
+
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path, token_values_path
 from ludus.training.rl.build import train
@@ -22,6 +24,7 @@ PLANNER = SMALLEST | {
 }
 
 
+@pytest.mark.slow
 def test_tokens_of_sub_agents_are_trained_with_the_reward_of_the_rollout(tmp_path):
     settings = config(tmp_path / "run", **PLANNER)
     reporter = RecordingReporter()

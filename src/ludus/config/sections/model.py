@@ -21,7 +21,7 @@ class LoraConfig(Section):
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
     """Names of the linear layers with an adapter, or all-linear."""
     roles: list[str] = Field([])
-    """Roles of agents with an own adapter, which only their tokens train; all other roles share one."""
+    """Roles of agents with their own adapter, which only their tokens train; all other roles share one."""
 
     @model_validator(mode="after")
     def _roles_are_names(self) -> Self:
