@@ -142,6 +142,26 @@ def test_agent_function_can_be_trained(run, tmp_path):
         assert one.reward == len(one.messages[-1]["content"]) % 2
 
 
+def test_run_of_an_agent_function_is_resumed(run, tmp_path):
+    def train(name, steps, **options):
+        settings = {} if options else tables(tmp_path / name, training={"prompts_per_step": 2}) | {"model": model}
+        settings["training"] = settings.get("training", {}) | {"steps": steps}
+        tasks = ["a", "b", "c", "d", "e"] * 2
+        return ludus.train(twice, tasks, lambda _, answer: len(answer) % 2, progress=False, **options, **settings)
+
+    model = str(run.checkpoint)
+    whole, first = train("whole", 2), train("parts", 1)
+    resumed = train("parts", 2, resume=first)
+    assert (resumed.path, len(resumed.metrics)) == (first.path, 2)
+    weights = [(one.checkpoint / "model.safetensors").read_bytes() for one in (whole, resumed)]
+    assert weights[0] == weights[1]
+    assert train("parts", 2, resume=str(first.path)).metrics == resumed.metrics  # complete: nothing to do
+    with pytest.raises(UserError, match="agent function"):
+        ludus.train(resume=first, training={"steps": 3}, progress=False)
+    with pytest.raises(UserError, match="from its folder"):
+        ludus.train("search", resume=first)
+
+
 def with_sdk(task, base_url, api_key):
     client = openai.OpenAI(base_url=base_url, api_key=api_key)
     messages = [{"role": "user", "content": task}]

@@ -214,34 +214,43 @@ def configuration(source: Source | None = None, **settings: object) -> Config:
 
 @outside_loop
 def train(
-    source: Source | World | AgentFunction,
+    source: Source | World | AgentFunction | None = None,
     tasks: Tasks = (),
     reward: RewardFunction | None = None,
     *,
+    resume: str | Path | Run | None = None,
     progress: bool = True,
     **settings: object,
 ) -> Run:
-    """Train by RL in a new run folder and return the run.
+    """Train by RL in a new run folder, or in that of a run to `resume`, and return the run.
 
     `source` is a recipe name, a path of a .toml file, a `Config`, a `World`, or an agent function `agent(task, policy)`
     with `tasks` (a list, every fifth of which is held out, or lists by split) and `reward(task, answer)` in [0, 1].
-    `settings` are tables by section: `training={"steps": 20}`. Raises UserError and its subclasses for settings that
-    a user can fix.
+    `settings` are tables by section: `training={"steps": 20}`. A resumed run has those of its folder, from which
+    `settings` differ; its `source` is its agent function or `World`, if it was trained on one. Raises UserError and its
+    subclasses for settings that a user can fix.
     """
     from ludus.cli.ui.progress import train_policy
     from ludus.cli.ui.terminal import make_console, silence_libraries
+    from ludus.training.resume import check_kind, check_resume, is_complete
     from ludus.training.rl.validate import open_validated_session
     from ludus.training.run.preflight import check_new_run, check_plugins
 
-    config, world = _resolve(source, tasks, reward, settings)
+    old = None if resume is None else RunFolder(load(resume.path if isinstance(resume, Run) else resume).path)
+    config, world = _resolve(source, tasks, reward, settings, old)
     recipe = source if isinstance(source, str) else None
     silence_libraries()
     check_plugins(config)
-    check_new_run(config, "rl")
+    if old is None:
+        check_new_run(config, "rl")
+    else:
+        check_kind(old, "rl")
+        check_resume(old, config, "rl")
     session = open_validated_session(config, world=world)
-    folder = new_run(config, Path(recipe or config.env.name).stem, "rl", recipe)
+    folder = old or new_run(config, Path(recipe or config.env.name).stem, "rl", recipe)
     with lock_run(folder):
-        train_policy(config, folder, session, make_console(quiet=not progress))
+        if old is None or not is_complete(old, config, "rl"):
+            train_policy(config, folder, session, make_console(quiet=not progress))
     return Run(folder.path)
 
 
@@ -307,10 +316,18 @@ rollout_async = asynchronous(rollout)
 
 
 def _resolve(
-    source: Source | World | AgentFunction, tasks: Tasks, reward: RewardFunction | None, settings: dict[str, object]
+    source: Source | World | AgentFunction | None,
+    tasks: Tasks,
+    reward: RewardFunction | None,
+    settings: dict[str, object],
+    resumed: RunFolder | None,
 ) -> tuple[Config, World | None]:
-    if isinstance(source, str | Path | Config):
-        return configuration(source, **settings), None
+    """Return the configuration, with that of a resumed run as the default, and the world of a `World` or function."""
+    if resumed is not None and isinstance(source, str | Path | Config):
+        raise UserError("A resumed run reads its settings from its folder.", "Leave out the recipe.")
+    default = None if resumed is None else resumed.config
+    if source is None or isinstance(source, str | Path | Config):
+        return configuration(source or default, **settings), None
     changes: dict[str, object]
     if isinstance(source, World):
         world, changes = source, {"name": source.name}
@@ -318,7 +335,7 @@ def _resolve(
         raise UserError("An agent function needs tasks and a reward.", "Call train(agent, tasks, reward, ...).")
     else:
         world, changes = AgentWorld.of(source, tasks, reward), {"name": "agent", "check": False}
-    config = configuration(None, **settings)
+    config = configuration(default, **settings)
     update: dict[str, object] = {"env": config.env.model_copy(update=changes)}
     if world.runs_agents:  # their rewards are computed when they end
         update["rollout"] = config.rollout.model_copy(update={"reward_processes": 0})
