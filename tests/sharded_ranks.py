@@ -168,7 +168,7 @@ def parts_of_run(kind, ranks, resumed=None):
     optimizer = Optimizer(model, how, ranks=ranks)
     if resumed is not None:
         state = load_trainer(resumed, optimizer)
-        critic.load_state(load_part(resumed, "critic", critic.blank_state()), state.value_model_steps)
+        critic.load_state(load_part(resumed, "critic", critic.state(blank=True)), state.value_model_steps)
     scorers = {"reference": LogprobScorer(reference)}
     settings = LearnerSettings(microbatch_tokens=60)
     return Learner(LogprobScorer(model), optimizer, WITH_ALL_TERMS, settings, scorers, ranks), critic

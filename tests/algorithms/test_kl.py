@@ -10,7 +10,6 @@ from hypothesis import strategies as st
 
 import algorithms_oracle as oracle
 from ludus.algorithms import kl
-from ludus.algorithms.filters import GresoSettings
 from ludus.algorithms.kl import PIDKL, AdaptiveKL, KLGuard, Schedule
 from ludus.algorithms.objective import aggregate
 from ludus.config.schema import Config
@@ -214,9 +213,8 @@ def test_kl_guard_pauses_above_twice_the_expected_value():
         (lambda: PIDKL(0.1, 0.0, 1.0).update(math.inf), "kl is inf"),
         (lambda: KLGuard(None), "needs a decay"),
         (lambda: KLGuard(0.1, factor=0.0), "factor must be above 0"),
-        (lambda: GresoSettings(floor=1.5), "must lie between 0 and 1"),
     ],
 )
-def test_controllers_and_greso_refuse_invalid_numbers(make, message):
+def test_controllers_refuse_invalid_numbers(make, message):
     with pytest.raises(ValueError, match=message):
         make()

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import algorithms_oracle as oracle
 from ludus.algorithms import filters, shaping
-from ludus.algorithms.filters import GresoSettings, GresoState, Visit
+from ludus.algorithms.filters import GresoState, Visit
 from ludus.algorithms.kl import Schedule
 from ludus.errors import ConfigError
 
@@ -136,37 +136,36 @@ VISITS = st.lists(
 @quick
 @given(steps=VISITS)
 def test_greso_follows_the_visits_and_resumes(steps):
-    rules, state = GresoSettings(change=0.1, floor=0.07), GresoState()
+    state = GresoState()
     easy = hard = 0.5
     history = {name: [] for name in "abcd"}
     for visits in steps:
-        state = GresoState(**asdict(state)).update(visits, rules)
+        state = GresoState(**asdict(state)).update(visits)
         for visit in visits:
             history[visit.task].append(visit)
         if visits:
             zero = [v for v in visits if v.zero_variance]
             num_easy = sum(v.easy for v in zero)
-            easy += -0.1 if num_easy / len(visits) >= 1 / 12 else 0.1
-            hard += -0.1 if (len(zero) - num_easy) / len(visits) >= 1 / 6 else 0.1
+            easy += -0.01 if num_easy / len(visits) >= 1 / 12 else 0.01
+            hard += -0.01 if (len(zero) - num_easy) / len(visits) >= 1 / 6 else 0.01
             easy, hard = (min(max(p, 0.0), 1.0) for p in (easy, hard))
     for name, past in history.items():
         streak = 0
         while streak < len(past) and past[-1 - streak].zero_variance:
             streak += 1
         p = easy if past and past[-1].easy else hard
-        expected = 1 - max(p**streak, 0.07) if streak else 0.0
-        assert state.skip_probability(name, rules) == pytest.approx(expected, abs=1e-12)
+        expected = 1 - max(p**streak, 0.05) if streak else 0.0
+        assert state.skip_probability(name) == pytest.approx(expected, abs=1e-12)
 
 
 def test_greso_draws_are_seeded_and_keep_a_floor():
-    rules = GresoSettings(floor=0.2)
     state = replace(GresoState(), streaks={"stuck": -50, "fresh": 1})
-    draws = [state.skips("stuck", rules, seed=1, step=s) for s in range(2000)]
-    assert draws == [state.skips("stuck", rules, seed=1, step=s) for s in range(2000)]
-    assert draws != [state.skips("stuck", rules, seed=2, step=s) for s in range(2000)]
-    assert sum(draws) / 2000 == pytest.approx(0.8, abs=0.03)
-    assert sum(state.skips("fresh", rules, seed=1, step=s) for s in range(2000)) / 2000 == pytest.approx(0.5, abs=0.04)
-    assert not any(state.skips("new", rules, seed=1, step=s) for s in range(200))
+    draws = [state.skips("stuck", seed=1, step=s) for s in range(2000)]
+    assert draws == [state.skips("stuck", seed=1, step=s) for s in range(2000)]
+    assert draws != [state.skips("stuck", seed=2, step=s) for s in range(2000)]
+    assert sum(draws) / 2000 == pytest.approx(0.95, abs=0.03)
+    assert sum(state.skips("fresh", seed=1, step=s) for s in range(2000)) / 2000 == pytest.approx(0.5, abs=0.04)
+    assert not any(state.skips("new", seed=1, step=s) for s in range(200))
 
 
 def test_rft_keeps_the_first_of_equal_verified_trajectories():

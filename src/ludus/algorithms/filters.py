@@ -108,23 +108,12 @@ def rft(*, rewards: Sequence[float], keys: Sequence[Hashable], threshold: float 
     return torch.tensor(keep, dtype=torch.bool)
 
 
-@dataclass(frozen=True, slots=True)
-class GresoSettings:
-    """Target shares of easy and hard zero-variance groups, and the step size of the controller.
-
-    `target_easy`, `target_hard`: shares of the visited groups, 1/12 and 1/6 (a quarter in total, as in the
-    paper). `change` is added to or subtracted from `p` after each step. `floor` is the minimum probability of
-    visiting a task.
-    """
-
-    target_easy: float = 1 / 12
-    target_hard: float = 1 / 6
-    change: float = 0.01
-    floor: float = 0.05
-
-    def __post_init__(self) -> None:
-        if not all(0 <= x <= 1 for x in (self.target_easy, self.target_hard, self.change, self.floor)):
-            raise ValueError("target_easy, target_hard, change and floor must lie between 0 and 1")
+GRESO_TARGET_EASY, GRESO_TARGET_HARD = 1 / 12, 1 / 6
+"""Target shares of easy and hard groups without variance: a quarter of the visited groups in total, as in the paper."""
+GRESO_CHANGE = 0.01
+"""Change of `p` after each step."""
+GRESO_FLOOR = 0.05
+"""Minimum probability of visiting a task."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,21 +137,21 @@ class GresoState:
     p_hard: float = 0.5
     streaks: Mapping[str, int] = field(default_factory=dict)
 
-    def skip_probability(self, task: str, settings: GresoSettings) -> float:
-        """Return `1 - max(p^z, floor)`; 0 for a task without a streak."""
+    def skip_probability(self, task: str) -> float:
+        """Return `1 - max(p^z, GRESO_FLOOR)`; 0 for a task without a streak."""
         streak = self.streaks.get(task, 0)
         p = self.p_easy if streak > 0 else self.p_hard
-        return 1 - max(p ** abs(streak), settings.floor)
+        return 1 - max(p ** abs(streak), GRESO_FLOOR)
 
-    def skips(self, task: str, settings: GresoSettings, *, seed: int, step: int) -> bool:
+    def skips(self, task: str, *, seed: int, step: int) -> bool:
         """Return whether a task is skipped at a step, by a seeded draw."""
         draw = random.Random(f"greso/{seed}/{step}/{task}").random()
-        return draw < self.skip_probability(task, settings)
+        return draw < self.skip_probability(task)
 
-    def update(self, visits: Sequence[Visit], settings: GresoSettings) -> GresoState:
+    def update(self, visits: Sequence[Visit]) -> GresoState:
         """Return the state after a step with the groups `visits`; unchanged if there are none.
 
-        `p_easy` falls by `change` if the share of easy groups without variance reaches its target, else it
+        `p_easy` falls by `GRESO_CHANGE` if the share of easy groups without variance reaches its target, else it
         rises; likewise `p_hard`. Both stay within [0, 1].
         """
         if not visits:
@@ -176,11 +165,11 @@ class GresoState:
         hard = sum(v.zero_variance and not v.easy for v in visits) / len(visits)
         return replace(
             self,
-            p_easy=_moved(self.p_easy, easy >= settings.target_easy, settings.change),
-            p_hard=_moved(self.p_hard, hard >= settings.target_hard, settings.change),
+            p_easy=_moved(self.p_easy, easy >= GRESO_TARGET_EASY),
+            p_hard=_moved(self.p_hard, hard >= GRESO_TARGET_HARD),
             streaks=streaks,
         )
 
 
-def _moved(p: float, too_many: bool, change: float) -> float:
-    return max(p - change, 0.0) if too_many else min(p + change, 1.0)
+def _moved(p: float, too_many: bool) -> float:
+    return max(p - GRESO_CHANGE, 0.0) if too_many else min(p + GRESO_CHANGE, 1.0)

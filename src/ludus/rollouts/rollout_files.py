@@ -154,6 +154,15 @@ def read_rollouts(path: Path, lines: Container[int] | None = None) -> Iterator[R
         raise UserError(text, "Was it written by this version of Ludus?") from error
 
 
+def fsync(path: Path) -> None:
+    """Flush a file or a folder to the disk."""
+    handle = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
 @contextmanager
 def replaced_file(path: Path) -> Iterator[BinaryIO]:
     """Open a temporary file that replaces `path` on success (fsync, rename).
@@ -171,11 +180,7 @@ def replaced_file(path: Path) -> Iterator[BinaryIO]:
             temporary.replace(path)
         finally:
             temporary.unlink(missing_ok=True)
-        folder = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        fsync(path.parent)
     except OSError as error:
         raise StorageError(
             f"{path} could not be written: {error.strerror or error}.",

@@ -70,9 +70,9 @@ class SftTraining(SupervisedTraining):
 
     def train_step(self, step: int) -> dict[str, float]:
         """Take one optimizer step on the next batch of dialogues."""
-        batch = next(self._batches)
-        metrics = sft_step(self._scorer, self.optimizer, batch.rows, self.settings.microbatch_tokens)
-        return metrics | {"batch/left_out": float(batch.left_out)}
+        rows, left_out = next(self._batches)
+        metrics = sft_step(self._scorer, self.optimizer, rows, self.settings.microbatch_tokens)
+        return metrics | {"batch/left_out": float(left_out)}
 
 
 def sft_step(scorer: LogprobScorer, optimizer: Optimizer, rows: list[Row], max_tokens: int) -> dict[str, float]:
@@ -121,16 +121,8 @@ class ClassLosses:
         return dict(sorted((shares | losses).items()))
 
 
-@dataclass(frozen=True, slots=True)
-class SftBatch:
-    """Rows of a step, and the number of dialogues skipped for length before them."""
-
-    rows: list[Row]
-    left_out: int
-
-
-def batches(session: TrainingSession, settings: SftConfig) -> Iterator[SftBatch]:
-    """Yield the rows of each step endlessly, in an order that depends on the seed alone.
+def batches(session: TrainingSession, settings: SftConfig) -> Iterator[tuple[list[Row], int]]:
+    """Yield the rows of each step, and the dialogues skipped before them, in an order that depends on the seed alone.
 
     A file is reshuffled in each epoch. Dialogues longer than `rollout.max_seq_len` are skipped, and longer texts are
     split. Raises UserError if too many dialogues are skipped in a row.
@@ -153,7 +145,7 @@ def batches(session: TrainingSession, settings: SftConfig) -> Iterator[SftBatch]
         for part in parts:
             rows.append(part)
             if len(rows) == settings.batch_size:
-                yield SftBatch(rows, skipped)
+                yield rows, skipped
                 rows, skipped = [], 0
 
 

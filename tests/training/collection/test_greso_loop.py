@@ -16,7 +16,7 @@ from ludus.envs.base import TaskOrder
 from ludus.recipes import recipe_folder
 from ludus.rollouts.group_queue import StreamedGroup
 from ludus.rollouts.ledger import Ledger
-from ludus.training.collection.filters import SETTINGS, AlgorithmState, choose_tasks, record_greso_visits
+from ludus.training.collection.filters import AlgorithmState, choose_tasks, record_greso_visits
 from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import assign_credit
@@ -39,7 +39,7 @@ def test_tasks_with_a_streak_are_skipped_for_the_next_ones():
     chosen = choose_tasks(ORDER, 4, state, {ORDER.take(4, 1)[0].id}, **DRAW)
     looked = ORDER.take(2, chosen.state.position - 2)
     free = [task for task in looked if task.id != ORDER.take(4, 1)[0].id]
-    skips = [state.greso.skips(task.id, SETTINGS, seed=5, step=3) for task in free]
+    skips = [state.greso.skips(task.id, seed=5, step=3) for task in free]
     assert list(chosen.tasks) == [task for task, skip in zip(free, skips, strict=True) if not skip]
     assert (len(chosen.tasks), chosen.skipped) == (4, sum(skips))
     assert chosen.skipped > 0
@@ -53,7 +53,7 @@ def test_task_order_is_kept_without_streaks():
 def test_first_tasks_are_played_if_all_are_skipped():
     state = GresoState(p_hard=0.0, p_easy=0.0, streaks={task.id: -1 for task in TASKS})
     chosen = choose_tasks(ORDER, 3, AlgorithmState(greso=state), (), seed=0, step=0)
-    all_skipped = [t for t in ORDER.take(0, 12) if state.skips(t.id, SETTINGS, seed=0, step=0)]
+    all_skipped = [t for t in ORDER.take(0, 12) if state.skips(t.id, seed=0, step=0)]
     played = [t for t in ORDER.take(0, 12) if t not in all_skipped]
     assert list(chosen.tasks) == (played[:3] or all_skipped[:3])
     assert len({task.id for task in chosen.tasks}) == len(chosen.tasks)

@@ -13,8 +13,8 @@ from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import ConfigError
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path, write_rollouts
+from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.replay_buffer import TO_REPLAY
-from ludus.training.rl.async_trainer import StreamRunner
 from ludus.training.rl.train_step import effective_share
 from ludus.training.rl.validate import check_replay
 from tests.training.collection.test_replay import ALGORITHM, buffer, counts, draw, group
@@ -87,7 +87,7 @@ def adds_up(metrics: dict[str, float]) -> bool:
 
 @pytest.mark.fault
 def test_slow_group_does_not_block_and_is_replayed_later(tiny_run, tmp_path, monkeypatch):
-    play, slow = StreamRunner.run_one, []
+    play, slow = PromptStream.run_one, []
 
     async def late(player, request):
         episode = await play(player, request)
@@ -96,7 +96,7 @@ def test_slow_group_does_not_block_and_is_replayed_later(tiny_run, tmp_path, mon
             await until(lambda: (player.collector.ledger.state().last_closed or 0) > BOUND, 60)
         return episode
 
-    monkeypatch.setattr(StreamRunner, "run_one", late)
+    monkeypatch.setattr(PromptStream, "run_one", late)
     settings = GIVEN | {"staleness__on_stale": "replay", "algorithm__filter_zero_variance": "false"}
     folder = run(tiny_run, tmp_path, "async", training__steps=8, **settings)
     rows = [row.metrics for row in read_metrics(folder / "metrics.jsonl")]

@@ -21,16 +21,18 @@ from ludus.config.schema import Config
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.config.sections.training import StalenessConfig
 from ludus.diagnostics.trackers import read_metrics
+from ludus.envs.base import TaskOrder
 from ludus.errors import StorageError, WorldError
 from ludus.rewards.registry import NAMED, RegisteredReward
 from ludus.rollouts.ledger import AccountingError, Ledger, RolloutKey, RolloutOutcome
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
-from ludus.rollouts.scheduler import Episode
+from ludus.rollouts.scheduler import Episode, FailureBudget
 from ludus.training.collection.filters import ESS, ess_guard, ess_warning, mask_over_age, staleness_metrics
+from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import TrainingSample, training_rows
 from ludus.training.rl import build, validate
-from ludus.training.rl.async_trainer import AsyncTrainer, StreamRunner
+from ludus.training.rl.async_trainer import AsyncTrainer
 from ludus.training.rl.train_step import LearnerThread, TrainStep
 from ludus.training.run.checkpoint import checkpoint_path
 from ludus.training.run.run_dir import list_checkpoints
@@ -675,7 +677,10 @@ def test_failure_rate_counts_all_episodes_started_since_the_last_batch(every, st
 
     world, limits = RecordingWorld(hooks={"start": breaks}), RolloutConfig(retries=0, max_failure_rate=0.2)
     scheduler = make_scheduler(scripted(["Paris"]), world, limits)
-    player = StreamRunner(RolloutCollector(None, None, PRESETS["grpo"], None, scheduler.ledger), scheduler, 10)
+    collector = RolloutCollector(None, None, PRESETS["grpo"], None, scheduler.ledger)
+    collector.scheduler = scheduler
+    player = PromptStream(collector, TaskOrder([], 0), 10)
+    player.budget = FailureBudget(10)
 
     async def play():
         return await asyncio.gather(*(player.run_one(request) for request in make_requests(40)))
@@ -738,7 +743,7 @@ def test_members_cancelled_in_the_last_step_are_counted(tiny_run, tmp_path):
 
 
 def test_gap_of_a_background_check_is_kept_if_a_step_ends_meanwhile():
-    trainer = AsyncTrainer(*[None] * 7)
+    trainer = AsyncTrainer(*[None] * 6)
 
     async def check():
         trainer.gaps = []  # as at the end of a step

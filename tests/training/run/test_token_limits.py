@@ -78,8 +78,8 @@ def test_dialogues_that_do_not_fit_are_counted_in_each_batch(lengths):
     middle = sorted(length.total for length in lengths[0])[32]
     one = session(max_seq_len=middle, max_tokens_per_turn=8)
     some = list(islice(batches(one, one.config.sft.model_copy(update={"batch_size": 8})), 3))
-    assert all(len(row.tokens) <= middle for batch in some for row in batch.rows)
-    assert sum(batch.left_out for batch in some) > 0
+    assert all(len(row.tokens) <= middle for rows, _ in some for row in rows)
+    assert sum(left_out for _, left_out in some) > 0
     (long, _) = sft_warnings(one)
     assert "they are left out" in long
     assert "an episode that solves its task like them is cut off" in " ".join(rollout_warnings(one))

@@ -347,7 +347,7 @@ def test_a_file_is_passed_over_in_another_order_each_time_and_for_each_seed(tmp_
     for seed in ("0", "0", "1"):
         words = ["--model.path", str(cold_start(tiny_run)), "--sft.data", str(file), "--run.seed", seed]
         session = open_session(load_config(recipe, [*words, "--sft.batch_size", "1"]))
-        rows = [row.tokens for batch in islice(batches(session, session.config.sft), 14) for row in batch.rows]
+        rows = [row.tokens for batch, _ in islice(batches(session, session.config.sft), 14) for row in batch]
         orders.append([rows[:7], rows[7:]])
     (first, second), again, (other, _) = orders
     assert len(set(first)) == 7

@@ -224,7 +224,7 @@ def test_texts_are_read_split_and_trained_on(tmp_path, tiny_run):
     limit = session.config.rollout.max_seq_len
     assert len(whole[0]) > limit
     num = -(-len(whole[0]) // limit) + 1
-    found = [batch.rows[0].tokens for batch in islice(batches(session, session.config.sft), num)]
+    found = [rows[0].tokens for rows, _ in islice(batches(session, session.config.sft), num)]
     assert max(map(len, found)) <= limit
     assert sorted(token for part in found for token in part) == sorted(token for text in whole for token in text)
     run = tmp_path / "run"

@@ -55,29 +55,18 @@ def token_covariance(*, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, 
 
 
 def choose_between(
-    *,
-    covariance: Tensor,
-    mask: Tensor,
-    seed: int,
-    share: float = 2e-4,
-    low: float = 1.0,
-    high: float = 5.0,
-    rows: Tensor | None = None,
+    *, covariance: Tensor, mask: Tensor, seed: int, share: float = 2e-4, low: float = 1.0, high: float = 5.0
 ) -> Tensor:
     """Return a random sample of `max(1, floor(share M))` action tokens with `low < covariance < high`, [N, L].
 
     For Clip-Cov (arXiv:2505.22617; numbers of the authors' code and verl), over the whole batch;
-    all of them if fewer lie in the band. The sample depends on the seed, on `rows` [N] (an integer id of
-    each trajectory; None: its index) and on the column, not on the order of the trajectories.
+    all of them if fewer lie in the band. The sample depends on the seed and on the positions.
     """
     check_share("share", share)
     check_shapes(mask, covariance=covariance)
     eligible = mask.bool() & (covariance > low) & (covariance < high)
-    names = torch.arange(mask.shape[0], device=mask.device) if rows is None else rows.to(mask.device).long()
-    if names.shape != mask.shape[:1]:
-        raise ValueError(f"rows must be [{mask.shape[0]}], not {list(names.shape)}")
-    columns = torch.arange(mask.shape[1], device=mask.device)
-    keys = _scrambled(_scrambled(names + 1_000_003 * seed % 2**61)[:, None] + columns)
+    rows, columns = (torch.arange(size, device=mask.device) for size in mask.shape)
+    keys = _scrambled(_scrambled(rows + 1_000_003 * seed % 2**61)[:, None] + columns)
     return _smallest(keys, eligible, _count(share, mask))
 
 

@@ -18,7 +18,7 @@ import torch
 
 from ludus.algorithms.advantages.running_baselines import RoleBaselines
 from ludus.algorithms.algorithm import Algorithm, Need
-from ludus.algorithms.filters import GresoSettings, GresoState, Visit, variance_top, variance_top_p
+from ludus.algorithms.filters import GresoState, Visit, variance_top, variance_top_p
 from ludus.config.schema import Config
 from ludus.config.sections.training import StalenessConfig
 from ludus.diagnostics.alarms import MEAN_AGE
@@ -79,9 +79,6 @@ class AlgorithmState:
         return json.dumps(parts, sort_keys=True)
 
 
-SETTINGS = GresoSettings()
-
-
 class GresoTasks(NamedTuple):
     """Tasks to sample, number of skipped tasks, and the state with its new position in the order."""
 
@@ -109,7 +106,7 @@ def choose_tasks(
         if task.id in seen:
             continue
         seen.add(task.id)
-        skips = state.greso.skips(task.id, SETTINGS, seed=seed, step=step)
+        skips = state.greso.skips(task.id, seed=seed, step=step)
         (skipped if skips else chosen).append(task)
     if not chosen:
         chosen, skipped = skipped[:num], skipped[num:]
@@ -130,7 +127,7 @@ def record_greso_visits(
         solved = sample.episode.trajectory.rewards.get(success, 0.0) >= 1
         before = visits.get(task, Visit(task, not varied[sample.group], easy=True))
         visits[task] = replace(before, easy=before.easy and solved)
-    return replace(state, greso=state.greso.update(list(visits.values()), SETTINGS))
+    return replace(state, greso=state.greso.update(list(visits.values())))
 
 
 def filter_low_variance(samples: Sequence[TrainingSample], algorithm: Algorithm) -> list[TrainingSample]:

@@ -18,7 +18,7 @@ from ludus.errors import StorageError
 from ludus.rollouts.group_queue import StartedEpisode, StreamedGroup
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.rollout_files import RolloutRecord, parse_rollout, rollout_line
-from ludus.rollouts.scheduler import Episode, RolloutRequest
+from ludus.rollouts.scheduler import Episode, FailureBudget, RolloutRequest
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import varies
 from ludus.types import StopReason, Task, Trajectory
@@ -119,7 +119,7 @@ class PromptStream:
     """Stream of groups: group `n` uses task `n` of the order; each step has `per_step` groups.
 
     With GRESO it is the next task that is neither skipped nor recent; `before` are the recent ones of a
-    resumed run. `spare` extra members are sampled per group.
+    resumed run. `spare` extra members are sampled per group. `begin_step` starts the failure budget of a step.
     """
 
     collector: RolloutCollector
@@ -127,6 +127,7 @@ class PromptStream:
     per_step: int
     spare: int = 0
     before: Sequence[str] = ()
+    budget: FailureBudget = field(init=False)
     _recent: deque[str] = field(init=False)
     _uncounted: int = field(default=0, init=False)
 
@@ -179,6 +180,12 @@ class PromptStream:
     def begin_step(self) -> None:
         self._uncounted = 0
         self.collector.skipped = 0
+        self.budget = FailureBudget(self.per_step * self.collector.group_size)
+
+    async def run_one(self, request: RolloutRequest) -> Episode:
+        budget = self.budget
+        budget.begun += 1
+        return await self.collector.add_extra_parts(await self.collector.scheduler.run_one(request, budget), budget)
 
     def _step(self, number: int) -> int:
         """Return the step that trains a group if none is dropped; it seeds the group's randomness."""

@@ -21,8 +21,7 @@ from ludus.envs.task_files import is_table, read_table
 from ludus.errors import StorageError, UserError
 from ludus.rollouts.rollout_files import RolloutRecord, parse_rollout, rollout_line, write_lines
 from ludus.tools.base import Tool
-from ludus.training.datasets.formats import to_own_format
-from ludus.training.datasets.messages import (
+from ludus.training.datasets.formats import (
     as_object,
     as_text,
     as_words,
@@ -31,6 +30,7 @@ from ludus.training.datasets.messages import (
     read_messages,
     read_tools,
     read_train_flags,
+    to_own_format,
 )
 from ludus.types import DataClass, Message
 

@@ -20,12 +20,11 @@ from ludus.diagnostics.timings import StepTimings
 from ludus.engines.base import RemoteStats, RollingUpdate, SupportsRollingUpdate, Throttleable, drain_stats
 from ludus.rollouts.group_queue import GroupBatch, GroupQueue
 from ludus.rollouts.ledger import RolloutOutcome
-from ludus.rollouts.scheduler import Episode, FailureBudget, RolloutRequest, Scheduler
+from ludus.rollouts.scheduler import Episode
 from ludus.rollouts.stream_control import INITIAL_STEPS, ConcurrencyController, StalenessController, StalenessSchedule
 from ludus.training.collection.filters import staleness_metrics
 from ludus.training.collection.prompt_stream import STREAM_FILE, PromptStream, StreamState
 from ludus.training.collection.replay_buffer import REPLAY_FILE, ReplayBuffer
-from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import TrainingSample
 from ludus.training.rl.sync_trainer import SyncTrainer, task_order
 from ludus.training.rl.train_step import LearnerThread, cancel_and_wait, effective_share
@@ -37,34 +36,12 @@ TOO_LATE = "too_late"
 
 
 @dataclass
-class StreamRunner:
-    """Run the rollout requests of a stream, with a failure budget of `num_requests` for each learner step."""
-
-    collector: RolloutCollector
-    scheduler: Scheduler
-    num_requests: int
-    budget: FailureBudget = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.begin_step()
-
-    def begin_step(self) -> None:
-        self.budget = FailureBudget(self.num_requests)
-
-    async def run_one(self, request: RolloutRequest) -> Episode:
-        budget = self.budget
-        budget.begun += 1
-        return await self.collector.add_extra_parts(await self.scheduler.run_one(request, budget), budget)
-
-
-@dataclass
 class AsyncTrainer:
     """Train on streamed episodes."""
 
     trainer: SyncTrainer
     stream: GroupQueue
     source: PromptStream
-    runner: StreamRunner
     thread: LearnerThread
     limit: ConcurrencyController
     replay: ReplayBuffer
@@ -87,13 +64,13 @@ class AsyncTrainer:
         order = task_order(config, trainer.session.world)
         tasks = [group.requests[0].task.id for group in before.groups]
         source = PromptStream(collector, order, pace.groups_per_step, staleness.oversample, tasks)
-        runner = StreamRunner(collector, collector.scheduler, pace.groups_per_step * collector.group_size)
-        start, most = INITIAL_STEPS * runner.num_requests, config.rollout.concurrency
+        source.begin_step()
+        start, most = INITIAL_STEPS * source.budget.num_requests, config.rollout.concurrency
         limit = ConcurrencyController(start, min(collector.group_size, most), most)
         stream = GroupQueue(
             admission=StalenessController(pace, done),
             source=source,
-            run_request=runner.run_one,
+            run_request=source.run_one,
             in_flight=staleness.max_concurrent_rollouts or limit.limit,
             needed=collector.algorithm.group_size,
             next_number=before.next_number,
@@ -104,7 +81,7 @@ class AsyncTrainer:
         engines = engine if rolls and isinstance(engine, SupportsRollingUpdate) and engine.can_roll else None
         thread = LearnerThread(torch.get_num_threads())
         replay = ReplayBuffer(staleness.replay, prompts)
-        async_trainer = cls(trainer, stream, source, runner, thread, limit, replay, engines)
+        async_trainer = cls(trainer, stream, source, thread, limit, replay, engines)
         text = load_text(checkpoint_path(trainer.folder.checkpoints, done), REPLAY_FILE) if done else None
         tasks_by_id = {task.id: task for task in order.tasks}
         if staleness.replay.share and text is not None:
@@ -186,7 +163,6 @@ class AsyncTrainer:
         samples = collector.apply_batch_filters(samples)
         self.trainer.collector_state = collector.state
         self.source.begin_step()
-        self.runner.begin_step()
         if self.replay.config.sources:
             share, least = self._effective_share, staleness.min_ess
             await self.thread(partial(self.replay.evict_low_ess, step, collector.algorithm, share, least))

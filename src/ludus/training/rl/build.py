@@ -243,7 +243,7 @@ def make_parts(
     if resumed is not None:
         stored = load_trainer(resumed, optimizer)
         if value_model is not None:
-            part = load_part(resumed, value_model.part, value_model.blank_state())
+            part = load_part(resumed, value_model.part, value_model.state(blank=True))
             value_model.load_state(part, stored.value_model_steps)
     settings = LearnerSettings(
         microbatch_tokens=training.microbatch_tokens,

@@ -10,7 +10,6 @@ process without a group.
 from __future__ import annotations
 
 import json
-import os
 import shutil
 import warnings
 from collections.abc import Iterator, Mapping
@@ -32,6 +31,7 @@ from ludus.engines.models.loading import save_model
 from ludus.engines.models.lora import ADAPTER_FILE
 from ludus.errors import StorageError, UserError
 from ludus.rollouts.ledger import AccountingError, LedgerState
+from ludus.rollouts.rollout_files import fsync
 from ludus.training.distributed.collectives import full_state_dict, is_sharded, local_shard
 from ludus.training.learner.optimizer import Optimizer
 from ludus.training.run.run_dir import damaged, list_checkpoints, write_manifest
@@ -205,11 +205,11 @@ def save_checkpoint(
         (trainer / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", "utf-8")
         write_manifest(temporary)
         for file in filter(Path.is_file, temporary.rglob("*")):
-            _fsync(file)
+            fsync(file)
         if final.exists():
             shutil.rmtree(final)
         temporary.rename(final)
-        _fsync(checkpoints)
+        fsync(checkpoints)
     except (OSError, SafetensorError) as error:
         hint = "Free some space and resume; earlier checkpoints are unchanged."
         raise StorageError(f"Cannot write the checkpoint {final}: {error}.", hint) from error
@@ -325,11 +325,3 @@ def _save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     from safetensors.torch import save_file
 
     save_file({name: tensor.contiguous() for name, tensor in tensors.items()}, path)
-
-
-def _fsync(path: Path) -> None:
-    handle = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -193,13 +193,13 @@ class TrainedModel(ABC):
         scores = gather_rows(scores, self.ranks)
         return [scores[i] for i in range(len(rows))]
 
-    def state(self) -> dict[str, Tensor]:
-        """Return the trained weights and their moments for a checkpoint."""
-        return self._state({name: p.detach() for name, p in self._trained()}, self.optimizer.state_dict())
-
-    def blank_state(self) -> dict[str, Tensor]:
-        """Return zeros in the shapes, types and sharding of `state` after a step."""
-        return self._state({name: torch.zeros_like(p) for name, p in self._trained()}, self.optimizer.zero_state_dict())
+    def state(self, *, blank: bool = False) -> dict[str, Tensor]:
+        """Return the trained weights and their moments for a checkpoint; `blank`: zeros like those after a step."""
+        weights = {name: torch.zeros_like(p) if blank else p.detach() for name, p in self._trained()}
+        moments = self.optimizer.zero_state_dict() if blank else self.optimizer.state_dict()
+        return {f"model/{name}": t for name, t in weights.items()} | {
+            f"optimizer/{name}": t for name, t in moments.items()
+        }
 
     def load_state(self, state: Mapping[str, Tensor], num_steps: int) -> None:
         """Restore `state`. Raises LearnerError if the model differs."""
@@ -215,12 +215,6 @@ class TrainedModel(ABC):
 
     def _trained(self) -> list[tuple[str, nn.Parameter]]:
         return [(name, p) for name, p in self.model.named_parameters() if p.requires_grad]
-
-    @staticmethod
-    def _state(weights: Mapping[str, Tensor], moments: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        return {f"model/{name}": t for name, t in weights.items()} | {
-            f"optimizer/{name}": t for name, t in moments.items()
-        }
 
 
 def batches(num_rows: int, epochs: int, minibatches: int, seed: int) -> Iterator[list[int]]:
