@@ -425,9 +425,9 @@ class Trajectory:
         """
         numbers = range(len(self.rows))
         if not self.agent_rewards and (len(numbers) < 2 or self.shared_reward):
-            whole = self if len(numbers) < 2 else self._joined(numbers)
+            whole = self if len(numbers) < 2 else self._joined(numbers, self.row_actions)
             return [Path(whole, tuple(range(self.num_action_tokens)), len(numbers) - 1)]
-        places: dict[int, range] = {}
+        actions, places = self.row_actions, dict[int, range]()
         start = 0
         for i in dict.fromkeys(i for row in self.rows for i in row):
             if self.segments[i].kind == "action":
@@ -437,10 +437,11 @@ class Trajectory:
             by_agent: dict[str, list[int]] = {}
             for number, row in enumerate(self.rows):
                 by_agent.setdefault(self.segments[row[-1]].agent, []).append(number)
-            chains, split = [self._chain_of_agent(*one) for one in by_agent.items()], [*by_agent.values()]
+            split = [*by_agent.values()]
+            chains = [self._chain_of_agent(agent, own, actions) for agent, own in by_agent.items()]
         else:
-            chains = [self._chain_of(number, actions) for number, actions in enumerate(self.row_actions)]
             split = [[number] for number in numbers]
+            chains = [self._chain_of(number, actions) for number in numbers]
         rows = [dict.fromkeys(i for number in one for i in self.rows[number]) for one in split]
         found = [tuple(place for i in row if i in places for place in places[i]) for row in rows]
         return [Path(chain, own, one[-1]) for chain, own, one in zip(chains, found, split, strict=True)]
@@ -449,10 +450,10 @@ class Trajectory:
         """Return the paths of a tree if its leaves are recorded, otherwise the trajectory itself."""
         return [path.trajectory for path in self.paths()] if self.leaves else [self]
 
-    def _joined(self, numbers: Sequence[int]) -> Trajectory:
+    def _joined(self, numbers: Sequence[int], row_actions: Sequence[Sequence[int]]) -> Trajectory:
         """Return these rows as one chain."""
         segments = [self.segments[i] for i in dict.fromkeys(i for n in numbers for i in self.rows[n])]
-        actions = list(dict.fromkeys(i for n in numbers for i in self.row_actions[n]))
+        actions = list(dict.fromkeys(i for n in numbers for i in row_actions[n]))
         return replace(
             self,
             segments=tuple(replace(segment, parent=None) for segment in segments),
@@ -461,21 +462,13 @@ class Trajectory:
             turn_progress=_select(self.turn_progress, actions),
         )
 
-    def _chain_of_agent(self, agent: str, numbers: Sequence[int]) -> Trajectory:
+    def _chain_of_agent(self, agent: str, numbers: Sequence[int], row_actions: Sequence[Sequence[int]]) -> Trajectory:
         reward = self.agent_rewards[agent]
-        return replace(self._joined(numbers), reward=reward, agent_rewards={agent: reward})
+        return replace(self._joined(numbers, row_actions), reward=reward, agent_rewards={agent: reward})
 
-    def _chain_of(self, number: int, actions: Sequence[int]) -> Trajectory:
-        chain = replace(
-            self,
-            segments=tuple(replace(self.segments[i], parent=None) for i in self.rows[number]),
-            reward=self.row_rewards[number],
-            leaf_rewards=(),
-            leaves=(),
-            turn_rewards=_select(self.turn_rewards, actions),
-            anchors=_select(self.anchors, actions),
-            turn_progress=_select(self.turn_progress, actions),
-        )
+    def _chain_of(self, number: int, row_actions: Sequence[Sequence[int]]) -> Trajectory:
+        row = self._joined([number], row_actions)
+        chain = replace(row, reward=self.row_rewards[number], leaf_rewards=(), leaves=())
         if not self.leaves:
             return chain
         leaf = self.leaves[number]

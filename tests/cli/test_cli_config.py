@@ -6,8 +6,9 @@ from pathlib import Path
 from ludus.algorithms.spec.resolve import resolve
 from ludus.cli.arguments import model_settings
 from ludus.cli.ui.progress import use_command
-from ludus.config import config_from_toml, describe, list_settings, load_config
+from ludus.config import config_from_toml, list_settings, load_config
 from ludus.config.schema import RunConfig
+from ludus.config.settings import find
 from ludus.diagnostics.trackers import TRACKERS
 from ludus.recipes import list_recipes, recipe_folder
 from ludus.training.run.run_dir import new_run
@@ -125,8 +126,8 @@ def test_config_keys_of_a_recipe_show_values_and_defaults():
 
 def test_every_setting_has_documentation_and_help_mentions_keys_option():
     assert [setting.key for setting in list_settings() if not setting.doc] == []
-    assert "`ludus algorithms`" in describe("algorithm.preset").doc
-    assert all(name in describe("run.trackers").doc for name in TRACKERS)
+    assert "`ludus algorithms`" in find("algorithm.preset").doc
+    assert all(name in find("run.trackers").doc for name in TRACKERS)
     assert "ludus config search --keys" in ludus("config", "--help").out
 
 

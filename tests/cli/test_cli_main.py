@@ -14,7 +14,7 @@ from ludus.cli.arguments import split_settings
 from ludus.cli.command import list_commands
 from ludus.cli.evaluate.probe import KINDS
 from ludus.cli.ui.help_text import wrapped
-from ludus.config.settings import describe
+from ludus.config.settings import find
 from ludus.sandbox import BACKENDS, SandboxSettings
 from tiny_run import copy_run, ludus, make_recipe, refused
 
@@ -99,8 +99,8 @@ def test_choices_and_defaults_of_options_are_those_of_the_code():
 
     assert argument("sandbox", "--backend")["choices"] == list(BACKENDS)
     assert argument("sandbox", "--image")["default"] == SandboxSettings().image
-    assert argument("doctor", "--api")["choices"] == list(describe("engine.api").choices)
-    assert argument("train", "--cluster")["choices"] == list(describe("cluster.kind").choices)
+    assert argument("doctor", "--api")["choices"] == list(find("engine.api").choices)
+    assert argument("train", "--cluster")["choices"] == list(find("cluster.kind").choices)
     assert argument("probe", "kind")["help"] == ", ".join(KINDS)
 
 

@@ -54,15 +54,9 @@ def raise_first(*checks: tuple[object, str, str]) -> None:
             raise UserError(message, hint)
 
 
-def run_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
-    """Return the configuration of a run with overrides."""
-    folder.check()
-    return load_config(folder.config, overrides)
-
-
 def policy_config(folder: RunFolder, overrides: Sequence[str]) -> Config:
     """Return the configuration of a run with overrides. Raises UserError for a run of a reward model."""
-    config = run_config(folder, overrides)
+    config = folder.load_config(overrides)
     if (folder.path / "run.json").is_file() and kind_of(folder) == "reward-model":
         text = f"{folder.path} is a run of a reward model, which cannot act."
         raise UserError(text, "Use it with `ludus train --rewards.model`.")
@@ -79,7 +73,8 @@ def model_settings(model: str | None, recipe: str | None = None) -> list[str]:
         return words
     folders = [one.folder for one in list_recipes() if one.name == recipe]
     files = [file for folder in folders for file in (folder.parent / PRETRAINED, folder / PRETRAINED)]
-    return words + [word for file in files if file.is_file() for word in flat_settings(file.read_text("utf-8"))]
+    found = (flat_settings(file.read_text("utf-8")) for file in files if file.is_file())
+    return words + [word for settings in found for key, value in settings.items() for word in (f"--{key}", value)]
 
 
 def _is_own_checkpoint(model: Path) -> bool:

@@ -41,17 +41,12 @@ def load_config(
         places.insert(0, str(path) if is_file else f"the recipe {source}")
         data = _parse(_read(path), places[0])
         resolve_paths(data, path.parent)
-    problems = apply_overrides(data, overrides)
-    resolve_paths(data, Path.cwd())
-    return _validate(data, problems, " and ".join(places))
+    return _completed(data, overrides, " and ".join(places))
 
 
 def config_from_toml(text: str, origin: str = "the text", overrides: Sequence[str] = ()) -> Config:
     """Return the configuration in `text`; `origin` names it in errors. Raises ConfigError."""
-    data = _parse(text, origin)
-    problems = apply_overrides(data, overrides)
-    resolve_paths(data, Path.cwd())
-    return _validate(data, problems, origin)
+    return _completed(_parse(text, origin), overrides, origin)
 
 
 def _read(path: Path) -> str:
@@ -79,7 +74,9 @@ def _parse(text: str, origin: str) -> dict[str, object]:
         raise ConfigError(f"{origin}, {where}: {reason}.") from None
 
 
-def _validate(data: dict[str, object], problems: list[str], origin: str) -> Config:
+def _completed(data: dict[str, object], overrides: Sequence[str], origin: str) -> Config:
+    problems = apply_overrides(data, overrides)
+    resolve_paths(data, Path.cwd())
     try:
         config = Config.model_validate(data, strict=True)
     except ValidationError as error:

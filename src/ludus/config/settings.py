@@ -17,7 +17,7 @@ from pydantic.fields import FieldInfo
 
 from ludus.config.schema import Config
 from ludus.config.sections.section import Section
-from ludus.errors import ConfigError, nearest_names
+from ludus.errors import nearest_names
 
 _NEAR = 0.75
 """Similarity below which a name is not suggested. An equal section counts 0.3, an equal last part 1."""
@@ -66,14 +66,6 @@ class Setting:
 def list_settings() -> tuple[Setting, ...]:
     """Return every setting, in the order of the schema."""
     return tuple(_walk(Config, ""))
-
-
-def describe(key: str) -> Setting:
-    """Return the setting of a dotted name. Raises ConfigError with a suggestion if there is none."""
-    setting = find(key)
-    if setting is None:
-        raise ConfigError(f"{key} is not a setting; {suggestion(key)}.")
-    return setting
 
 
 def find(key: str) -> Setting | None:

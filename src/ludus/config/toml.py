@@ -28,22 +28,17 @@ def to_toml(config: Config) -> str:
     return "\n".join("\n".join(_section(name, part)) for name, part in config if isinstance(part, Section))
 
 
-def num_settings(text: str) -> int:
-    """Return the number of values in TOML text. Raises ValueError for other text."""
-    return len(flat_settings(text)) // 2
-
-
-def flat_settings(text: str) -> list[str]:
-    """Return the values in TOML text as words of a command line: `--section.key`, `value`."""
-    words: list[str] = []
+def flat_settings(text: str) -> dict[str, str]:
+    """Return the values in TOML text by dotted name, as on the command line. Raises ValueError for other text."""
+    found: dict[str, str] = {}
     tables = [("", tomllib.loads(text))]
     for prefix, table in tables:
         for key, value in table.items():
             if isinstance(value, dict):
                 tables.append((f"{prefix}{key}.", value))
             else:
-                words += [f"--{prefix}{key}", value if isinstance(value, str) else toml_value(value)]
-    return words
+                found[f"{prefix}{key}"] = value if isinstance(value, str) else toml_value(value)
+    return found
 
 
 def toml_value(value: object) -> str:

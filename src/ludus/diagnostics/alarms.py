@@ -27,7 +27,6 @@ from ludus.diagnostics.history import COLLAPSE, SUCCESS, History, MetricsHistory
 from ludus.types import StopReason, ToolStatus
 
 Check = Callable[..., str]
-_CHECKS: dict[str, Check] = {}
 
 log = logging.getLogger(__name__)
 _WEBHOOK_S: Final = 10.0
@@ -99,7 +98,7 @@ def find_alarms(history: History, actions: Mapping[str, AlarmAction] = {}) -> li
     found = []
     for name, rule in rules().items() if history else ():
         action = actions.get(name, rule.action)
-        check: Check = partial(_beyond, rule) if rule.metric else _CHECKS[name]
+        check: Check = partial(_beyond, rule) if rule.metric else globals()[name]
         if action != "off" and (evidence := check(history, **rule.limits)):
             found.append(Alarm(name, evidence, replace(rule, action=action)))
     return found
@@ -139,12 +138,6 @@ def send_alarm(url: str, run: str, step: int, raised: Alarm) -> Thread:
 # Values of a metric
 
 
-def _check(function: Check) -> Check:
-    """Register the function of an alarm by its name. The function returns the evidence, or an empty text."""
-    _CHECKS[function.__name__] = function
-    return function
-
-
 def _evaluations(history: History) -> tuple[str, list[tuple[Row, float]]]:
     """Return the name of a held-out success of the newest step, and the rows that have it with its value."""
     ends = ("/sampled/success", "/greedy/success")
@@ -179,13 +172,11 @@ def in_each_of(steps: int) -> str:
 # Rewards and groups
 
 
-@_check
 def non_finite(history: History) -> str:
     """NaN or infinite metrics."""
     return ", ".join(name for name, value in history[-1].items() if not math.isfinite(value))
 
 
-@_check
 def echo_trap(history: History, *, steps: int, first: int, fraction: float) -> str:
     """Reward deviation within groups stays below a fraction of its mean in the first steps with successes."""
     base = [row[GROUP_STD] for row in history if row.get(SUCCESS, 0.0) > 0 and GROUP_STD in row][:first]
@@ -195,7 +186,6 @@ def echo_trap(history: History, *, steps: int, first: int, fraction: float) -> s
     return f"{GROUP_STD} is {values[-1]:.3g}, and was {fmean(base):.3g} in the first {first} steps with successes"
 
 
-@_check
 def echo_trap_early(history: History, *, steps: int, first: int, fraction: float) -> str:
     """Standard deviation in groups and entropy are both below a fraction of their means over the first steps."""
     falls = []
@@ -207,7 +197,6 @@ def echo_trap_early(history: History, *, steps: int, first: int, fraction: float
     return " and ".join(falls)
 
 
-@_check
 def held_out_zero(history: History, *, evaluations: int, limit: float) -> str:
     """Held-out success was above the limit once and is below it in the last evaluations."""
     name, found = _evaluations(history)
@@ -218,7 +207,6 @@ def held_out_zero(history: History, *, evaluations: int, limit: float) -> str:
     return f"{name} is below {limit:g} in the last {evaluations} evaluations, and was {max(values):.3g}"
 
 
-@_check
 def held_out_drop(history: History, *, evaluations: int, drop: float) -> str:
     """Held-out success is below its best evaluation in the last ones, by more than the error of both allows."""
     name, found = _evaluations(history)
@@ -236,7 +224,6 @@ def _half_width(row: Row, name: str) -> float:
     return (row.get(f"{bounds}/high", 0.0) - row.get(f"{bounds}/low", 0.0)) / 2
 
 
-@_check
 def zero_reward(history: History, *, steps: int) -> str:
     """All rewards are 0, of the run or of a world of a mixture."""
     of_worlds = [name for name in history[-1] if name.startswith("env/") and name.endswith("/reward_std")]
@@ -253,7 +240,6 @@ def zero_reward(history: History, *, steps: int) -> str:
     return ""
 
 
-@_check
 def equal_rewards(history: History, *, steps: int, limit: float) -> str:
     """All groups have equal rewards, and rewards are the only source of the loss."""
     now, values = history[-1], last_values(history, EQUAL, steps)
@@ -264,14 +250,12 @@ def equal_rewards(history: History, *, steps: int, limit: float) -> str:
     return f"the policy loss is exactly 0, and the tasks are {why or f'{easy} or {hard}'}"
 
 
-@_check
 def few_differences(history: History, *, steps: int, limit: float) -> str:
     """Most groups have equal rewards for long."""
     values = last_values(history, EQUAL, steps)
     return f"{fmean(values):.0%} of the groups of the last {steps} steps" if values and limit < min(values) < 1 else ""
 
 
-@_check
 def uniform_failure(history: History, *, steps: int, solved: float) -> str:
     """Success falls to exactly 0 from above `solved`."""
     values = last_values(history, SUCCESS, steps)
@@ -281,7 +265,6 @@ def uniform_failure(history: History, *, steps: int, solved: float) -> str:
     return f"{SUCCESS} was up to {before:.2f}, and is exactly 0 in the last {steps} steps"
 
 
-@_check
 def success_drop(history: History, *, steps: int, fraction: float, solved: float) -> str:
     """Mean success over the last steps is at most a fraction of its best mean over as many earlier steps.
 
@@ -308,11 +291,10 @@ def _without_gain(history: History, *, name: str, steps: int, first: int, factor
     return f"{name} rose from {base:.3g} to {values[-1]:.3g}; {SUCCESS} went from {solved:.2f} to {fmean(now):.2f}"
 
 
-_CHECKS["length_explosion"] = partial(_without_gain, name=_LENGTH)
-_CHECKS["tool_overuse"] = partial(_without_gain, name=_CALLS)
+length_explosion = partial(_without_gain, name=_LENGTH)
+tool_overuse = partial(_without_gain, name=_CALLS)
 
 
-@_check
 def truncation(history: History, *, steps: int, limit: float) -> str:
     """Episodes reach a token limit."""
     shares = [_cut_share(row) for row in history[-steps:]]
@@ -323,7 +305,6 @@ def _cut_share(row: Row) -> float:
     return sum(row.get(f"episode/stop/{reason}", 0.0) for reason in (StopReason.TRUNCATED, StopReason.MAX_TOKENS))
 
 
-@_check
 def long_episodes(history: History, *, steps: int, turns: float, solved: float) -> str:
     """Many turns, one reward, low success."""
     lengths, success = last_values(history, "turns/mean", steps), last_values(history, SUCCESS, steps)
@@ -332,7 +313,6 @@ def long_episodes(history: History, *, steps: int, turns: float, solved: float) 
     return f"turns/mean is {lengths[-1]:.1f}, {SUCCESS} {success[-1]:.2f}"
 
 
-@_check
 def tool_errors(history: History, *, steps: int, limit: float) -> str:
     """Failed calls."""
     now, name = history[-1], "tools/error_rate"
@@ -343,7 +323,6 @@ def tool_errors(history: History, *, steps: int, limit: float) -> str:
     return f"{values[-1]:.0%} of the calls, most often {worst} ({kinds[worst]:.0%} of all calls)"
 
 
-@_check
 def dead_tool(history: History, *, steps: int, calls: int) -> str:
     """A tool whose calls all fail."""
     tools = (name.split("/")[1] for name in history[-1] if name.startswith("tools/") and name.endswith("/calls"))
@@ -354,7 +333,6 @@ def dead_tool(history: History, *, steps: int, calls: int) -> str:
     return ""
 
 
-@_check
 def tool_starvation(history: History, *, steps: int, first: int, fraction: float, calls: float) -> str:
     """Calls per episode fall to a fraction of those of the first steps."""
     base, values = first_mean(history, _CALLS, first, steps), last_values(history, _CALLS, steps)
@@ -363,7 +341,6 @@ def tool_starvation(history: History, *, steps: int, first: int, fraction: float
     return f"{_CALLS} fell from {base:.2f} to {values[-1]:.2f}"
 
 
-@_check
 def few_strategies(history: History, *, steps: int, first: int, fraction: float) -> str:
     """The number of distinct sequences of tools falls to a fraction of that of the first steps, or to 1."""
     name = "tools/sequences"
@@ -376,7 +353,6 @@ def few_strategies(history: History, *, steps: int, first: int, fraction: float)
 # Rewards against success
 
 
-@_check
 def shaping_only(history: History, *, window: int, rise: float, gain: float, solved: float) -> str:
     """A reward part rises and success does not, over the whole run."""
     if len(history) < 2 * window:
@@ -393,7 +369,6 @@ def shaping_only(history: History, *, window: int, rise: float, gain: float, sol
     return ""
 
 
-@_check
 def judge_drift(history: History, *, steps: int, first: int, drop: float) -> str:
     """A judge agrees less with the verifier than in the first steps."""
     for name in history[-1]:
@@ -410,7 +385,6 @@ def _means(rows: History) -> dict[str, float]:
     return {name: fmean([row.get(name, 0.0) for row in rows]) for name in names}
 
 
-@_check
 def reward_hacking(history: History, *, evaluations: int, rise: float, drop: float) -> str:
     """Held-out success is below its best evaluation, with disjoint intervals, while the training reward is above."""
     name, found = _evaluations(history)
@@ -426,7 +400,6 @@ def reward_hacking(history: History, *, evaluations: int, rise: float, drop: flo
     return f"{name} fell from {solved:.2f} to {found[-1][1]:.2f}; {rose}"
 
 
-@_check
 def template_collapse(history: History, *, steps: int, first: int, fraction: float, chance: float) -> str:
     """Reasoning does not depend on the prompt, in measurements with enough prompts."""
     found, expected = (last_values(history, COLLAPSE + name, steps) for name in ("retrieval_1", "chance"))
@@ -441,7 +414,6 @@ def template_collapse(history: History, *, steps: int, first: int, fraction: flo
     return f"{name} fell from {base:.3g} to {values[-1]:.3g} nats per token"
 
 
-@_check
 def entropy_explosion(history: History, *, steps: int, first: int, factor: float, rise: float) -> str:
     """Entropy is far above that of the first steps."""
     base, values = first_mean(history, ENTROPY, first, steps), last_values(history, ENTROPY, steps)
@@ -450,7 +422,6 @@ def entropy_explosion(history: History, *, steps: int, first: int, factor: float
     return f"{ENTROPY} rose from {base:.3g} to {values[-1]:.3g} nats per token"
 
 
-@_check
 def kl_jump(history: History, *, steps: int, window: int, factor: float, floor: float) -> str:
     """The KL is above a multiple of its maximum over the `window` steps before, raised by their slope."""
     before, values = last_values(history[:-steps], _KL, window), last_values(history, _KL, steps)
@@ -463,7 +434,6 @@ def kl_jump(history: History, *, steps: int, window: int, factor: float, floor: 
     return f"{_KL} is {values[-1]:.3g} nats per token; the {window} steps before predict {expected[-1]:.3g}"
 
 
-@_check
 def kl_rate(history: History, *, steps: int, first: int, limit: float) -> str:
     """In the first steps of a run, the KL is above `limit` times the number of updates before."""
     values = [(num, row[_KL]) for num, row in enumerate(history) if _KL in row][-steps:]
@@ -474,7 +444,6 @@ def kl_rate(history: History, *, steps: int, first: int, limit: float) -> str:
     return f"{_KL} is {values[-1][1]:.3g} nats per token after {values[-1][0]} steps, more than {limit:g} per step"
 
 
-@_check
 def gradient_spike(history: History, *, steps: int, window: int, factor: float) -> str:
     """The gradient norm is a multiple of its median over the `window` steps before."""
     name = "optim/grad_norm"
@@ -484,7 +453,6 @@ def gradient_spike(history: History, *, steps: int, window: int, factor: float) 
     return f"{name} is {values[-1]:.3g}; its median over {window} steps was {median(before):.3g}"
 
 
-@_check
 def inert_clip(history: History, *, steps: int) -> str:
     """No token is clipped although the ratios differ from 1."""
     clipped, ratios = (last_values(history, f"policy/{name}", steps) for name in ("clip_fraction", "ratio_max"))
@@ -493,7 +461,6 @@ def inert_clip(history: History, *, steps: int) -> str:
     return f"policy/clip_fraction is 0{in_each_of(steps)}; ratios reach {max(ratios):.3f}"
 
 
-@_check
 def zero_gradient(history: History, *, steps: int) -> str:
     """Loss and gradient are 0 although groups have different rewards."""
     values = last_values(history, "loss/total", steps) + last_values(history, "optim/grad_norm", steps)
@@ -503,7 +470,6 @@ def zero_gradient(history: History, *, steps: int) -> str:
     return f"loss/total and optim/grad_norm are 0{in_each_of(steps)}"
 
 
-@_check
 def mismatch_by_length(history: History, *, steps: int, factor: float, floor: float) -> str:
     """The log-probability difference between learner and engine is larger at later positions."""
     buckets = [name for name in history[-1] if name.startswith(f"{LOGPROB_GAP}/")]
@@ -516,7 +482,6 @@ def mismatch_by_length(history: History, *, steps: int, factor: float, floor: fl
     return f"{late[-1]:.3g} nats per token at positions {last}, {early[-1]:.3g} at {first}"
 
 
-@_check
 def mismatch_by_probability(history: History, *, steps: int, factor: float, floor: float) -> str:
     """The difference is large in one bin of the engine's probability, compared with all tokens, in on-policy steps."""
     overall = last_values(history, LOGPROB_GAP, steps)

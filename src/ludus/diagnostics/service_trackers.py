@@ -128,9 +128,8 @@ def _mlflow_run(mlflow: ModuleType, folder: Path, run_id: str | None) -> Service
         found = client.get_experiment_by_name(name)
         experiment = client.create_experiment(name) if found is None else found.experiment_id
         run_id = str(client.create_run(experiment, run_name=folder.name).info.run_id)
-        words = flat_settings(_config(folder))
-        settings = zip(words[::2], words[1::2], strict=True)
-        client.log_batch(run_id, params=[mlflow.entities.Param(_mlflow_name(k[2:]), v) for k, v in settings])
+        settings = flat_settings(_config(folder)).items()
+        client.log_batch(run_id, params=[mlflow.entities.Param(_mlflow_name(key), value) for key, value in settings])
     else:
         client.update_run(run_id, status="RUNNING")
 

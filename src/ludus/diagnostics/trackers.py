@@ -26,8 +26,6 @@ from ludus.plugins import check_result, find_plugin
 from ludus.rollouts.rollout_files import replaced_file
 
 METRICS_FILE = "metrics.jsonl"
-_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
-"""Non-finite numbers by their representation as strings in JSON."""
 
 
 class Tracker(Protocol):
@@ -187,7 +185,7 @@ def _rows(content: bytes, path: Path) -> list[tuple[MetricsRow, bytes]]:
                 raise ValueError("it is not a JSON object with a step")
             row = MetricsRow(data.pop("step"), {name: _from_json(value) for name, value in data.items()})
             rows.append((row, line + b"\n"))
-        except (ValueError, TypeError, KeyError) as error:
+        except (ValueError, TypeError) as error:
             if number == len(lines):
                 break
             text = f"{path}, line {number}, is not a row of metrics: {error}."
@@ -201,8 +199,6 @@ def _to_json(value: float) -> float | str:
 
 
 def _from_json(value: object) -> float:
-    if isinstance(value, str):
-        return _NOT_FINITE[value]
-    if not isinstance(value, int | float) or isinstance(value, bool):
+    if not isinstance(value, int | float | str) or isinstance(value, bool):
         raise TypeError(f"{value!r} is not a number")
-    return float(value)
+    return float(value)  # a text is NaN, Infinity or -Infinity

@@ -118,13 +118,12 @@ def _read_one(path: Path, name: str) -> ReportedRun:
     early, late = first_records(files[: max(1, len(files) - STEPS)]), first_records(files[::-1])
     data = RunData(config, list(metrics.values()), late, [one.result for one in evaluations])
     raised = alarms_by_step(metrics.items(), config.run.alarms.actions)
-    words = flat_settings(folder.config.read_text("utf-8"))
     return ReportedRun(
         name,
         folder,
         kind_of(folder),
         config,
-        {key.removeprefix("--"): value for key, value in zip(words[::2], words[1::2], strict=True)},
+        flat_settings(folder.config.read_text("utf-8")),
         dict(sorted(metrics.items())),
         evaluations,
         early,

@@ -14,7 +14,6 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import UserError
@@ -74,7 +73,7 @@ def measured_steps(folder: RunFolder) -> Sequence[Mapping[str, float]]:
 def fit(folders: Sequence[RunFolder]) -> FittedCosts:
     """Fit the costs of runs of the same model and world. Raises UserError if their steps do not determine them."""
     steps = [step for folder in folders for step in measured_steps(folder)]
-    config = run_config(folders[-1])
+    config = folders[-1].load_config()
 
     def sums(rate: str, times: str) -> list[float]:
         """Return a rate of each step times its number or duration."""
@@ -111,12 +110,6 @@ def fit(folders: Sequence[RunFolder]) -> FittedCosts:
         transfer_s=float(np.median(transfers)) if transfers else 0.0,
     )
     return FittedCosts(costs, engine_error, learner_error, len(steps))
-
-
-def run_config(folder: RunFolder) -> Config:
-    """Return the configuration of a run. Raises UserError if the folder has none."""
-    folder.check()
-    return load_config(folder.config, ())
 
 
 def layout_of(config: Config) -> RunLayout:

@@ -25,7 +25,7 @@ from packaging.utils import canonicalize_name
 from packaging.version import Version
 from pydantic import BaseModel
 
-from ludus.cli.arguments import is_recipe, no_settings, raise_first, run_config
+from ludus.cli.arguments import is_recipe, no_settings, raise_first
 from ludus.cli.ui.terminal import load_libraries, make_console, print_text
 from ludus.errors import LudusError
 from ludus.recipes import recipe_folder
@@ -97,7 +97,7 @@ def _print_findings(folder: Path, steps: int, as_json: bool) -> int:
     from ludus.rollouts.rollout_files import read_rollouts
 
     run = RunFolder(folder)
-    config = run_config(run, ())  # raises UserError for another folder
+    config = run.load_config()  # raises UserError for another folder
     files = sorted(run.rollouts.glob("step-*.jsonl.gz"))[-steps:] if steps > 0 else []
     data = RunData(
         config,

@@ -11,7 +11,7 @@ from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import make_console, print_line, print_text
 from ludus.errors import UserError
 from ludus.simulator.costs import Costs, EngineCost, EpisodeShape, LearnerCost, RunLayout, ToolCost
-from ludus.simulator.fit import fit, layout_of, run_config
+from ludus.simulator.fit import fit, layout_of
 from ludus.simulator.simulate import SimRun, simulate
 from ludus.training.run.run_dir import RunFolder
 
@@ -55,7 +55,7 @@ def read_costs(args: argparse.Namespace) -> tuple[Costs, RunLayout, str, list[st
         for folder in folders:
             folder.check()
         found = fit(folders)
-        costs, layout, warnings = found.costs, layout_of(run_config(folders[-1])), found.warnings
+        costs, layout, warnings = found.costs, layout_of(folders[-1].load_config()), found.warnings
         errors = f"engine {found.engine_error:.0%}, learner {found.learner_error:.0%}"
         source = f"fitted to {found.num_steps} steps (rms error: {errors})"
     else:

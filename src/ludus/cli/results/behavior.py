@@ -6,7 +6,6 @@ import argparse
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-from ludus.cli.arguments import run_config
 from ludus.cli.results.rewards import find_tasks
 from ludus.cli.results.show import find_rollouts
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table, write_result_files
@@ -31,7 +30,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print the measures, or the comparison."""
     second = args.against.parent.parent if args.against and args.against.suffix == ".json" else args.against
     folders = [RunFolder(path) for path in (args.run, second) if path is not None]
-    configs = [run_config(folder, ()) for folder in folders]
+    configs = [folder.load_config() for folder in folders]
     files, console = chosen_files(args, folders), make_console()
     found = []
     for letter, config, file in zip("AB", configs, files, strict=False):

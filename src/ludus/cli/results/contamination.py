@@ -7,7 +7,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import islice
 
-from ludus.cli.arguments import run_config
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table, write_result_files
 from ludus.cli.ui.terminal import announce, load_libraries, make_console, print_text
 from ludus.config.schema import Config
@@ -33,7 +32,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if min(args.ngrams) < 1 or args.dialogues < 0:
         raise UserError("--ngrams must be 1 or more and --dialogues 0 or more.", "Correct the number.")
     folder = RunFolder(args.run)
-    config = run_config(folder, ())
+    config = folder.load_config()
     world, split = build_world(config.env, config.rollout), args.split or config.evaluation.splits[0]
     check_split(world, split, "--split")
     stored = newest_evaluations(folder.path).values() if any(folder.evaluations.glob("*.json")) else ()

@@ -9,7 +9,6 @@ from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 
-from ludus.cli.arguments import run_config
 from ludus.cli.results.show import find_rollouts, record_filter
 from ludus.cli.ui.terminal import make_console, print_line
 from ludus.envs.registry import build_world
@@ -24,7 +23,7 @@ from ludus.training.run.run_dir import RunFolder
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
     """Write the rollouts to the targets."""
     folder = RunFolder(args.run)
-    config = run_config(folder, ())
+    config = folder.load_config()
     targets = [path for path in (args.inspect, args.hf_dataset, args.sharegpt) if path is not None]
     if not targets:
         raise UserError("No target is given.", "Add --inspect, --hf-dataset or --sharegpt.")

@@ -11,7 +11,6 @@ from pathlib import Path
 from statistics import fmean
 from typing import TYPE_CHECKING
 
-from ludus.cli.arguments import run_config
 from ludus.cli.results.show import find_rollouts, record_filter
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import announce, load_libraries, make_console, print_text
@@ -41,7 +40,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.action == "calibrate" and (args.config is not None or overrides):
         raise UserError("`ludus rewards calibrate` takes no settings.", "It uses those of the run.")
     folder = RunFolder(args.run)
-    saved = run_config(folder, ())
+    saved = folder.load_config()
     if args.action == "calibrate":
         load_libraries()
         from ludus.cli.results.calibrate import print_calibration

@@ -10,7 +10,6 @@ from pathlib import Path
 from rich.console import Console
 
 from ludus.chat.render import Tokenizer
-from ludus.cli.arguments import run_config
 from ludus.cli.ui import run_summary as summary
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.run_summary import curve_table, find_curves, mean_timings, sparkline
@@ -35,7 +34,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     if args.episodes < 0:
         raise UserError(f"--episodes is {args.episodes}.", "Set 0 or more.")
     folder = RunFolder(args.run)
-    config = run_config(folder, ())
+    config = folder.load_config()
     console = make_console()
     is_part = args.step is not None or args.evaluation is not None or args.task is not None
     if not is_part:

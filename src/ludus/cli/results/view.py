@@ -6,7 +6,6 @@ import argparse
 import secrets
 from collections.abc import Callable, Sequence
 
-from ludus.cli.arguments import run_config
 from ludus.cli.serving.serve import needs_serve_extra
 from ludus.cli.ui.terminal import bars, make_console, print_line, print_text
 from ludus.config.schema import Config
@@ -29,7 +28,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
 
     folder = RunFolder(args.run)
     console = make_console()
-    index = RolloutIndex(folder, _verifier(run_config(folder, ())))
+    index = RolloutIndex(folder, _verifier(folder.load_config()))
     with bars(console) as progress:
         task = progress.add_task("indexing rollouts", total=len(rollout_files(folder)), numbers="")
         if not index.refresh(lambda _: progress.advance(task)):

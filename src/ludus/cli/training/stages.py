@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import ClassVar
 
 from ludus.algorithms.spec.resolve import algorithm_of
-from ludus.cli.arguments import model_settings, recipe_config, run_config
+from ludus.cli.arguments import model_settings, recipe_config
 from ludus.cli.commands.config import check_reward_parts
 from ludus.cli.signals import handle_interrupts
 from ludus.cli.ui.terminal import announce, bars, load_libraries, make_console, print_line, print_text
@@ -98,10 +98,10 @@ class TrainingStage(ABC):
 
     def resume(self, folder: RunFolder, overrides: Sequence[str]) -> None:
         """Resume a run, unless it is complete."""
-        warnings = run_dir.changed_files(folder.path, run_config(folder, overrides))
+        warnings = run_dir.changed_files(folder.path, folder.load_config(overrides))
         check_kind(folder, self.kind)
         with run_dir.lock_run(folder):
-            config = run_config(folder, overrides)
+            config = folder.load_config(overrides)
             check_extras(config)
             check_resume(folder, config, self.kind)
             _check_world(config, self.kind)
@@ -398,7 +398,7 @@ class RlStage(TrainingStage):
 
         if args.resume is not None:
             folder = resumed_folder(args)
-            config = run_config(folder, overrides)
+            config = folder.load_config(overrides)
             if is_complete(folder, config, self.kind):
                 return
         else:

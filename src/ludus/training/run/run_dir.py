@@ -32,15 +32,15 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any, Literal, TypedDict, cast, get_args
 
-from ludus.config.load import config_from_toml
+from ludus.config.load import load_config
 from ludus.config.schema import Config
-from ludus.config.toml import num_settings, to_toml
+from ludus.config.toml import flat_settings, to_toml
 from ludus.errors import LudusError, StorageError, UserError
 from ludus.plugins import is_file_reference
 from ludus.rollouts.rollout_files import replaced_file
@@ -74,10 +74,10 @@ class RunFolder:
         self.rollouts = path / "rollouts"
         self.opponents = path / "opponents"
 
-    def load_config(self) -> Config:
-        """Return the run's configuration. Raises as `check`."""
+    def load_config(self, overrides: Sequence[str] = ()) -> Config:
+        """Return the run's configuration with overrides. Raises as `check`."""
         self.check()
-        return config_from_toml(self.config.read_text("utf-8"), str(self.config))
+        return load_config(self.config, overrides)
 
     def check(self) -> None:
         """Raise UserError if this is not a run folder, StorageError if its configuration is empty or lacks settings."""
@@ -87,7 +87,7 @@ class RunFolder:
             raise UserError(f"{self.path} is not a run folder: it has no config.toml.", "Name the folder of a run.")
         hint = "Restore it from a backup, or start a new run from a checkpoint's weights with --model."
         try:
-            found = num_settings(self.config.read_text("utf-8"))
+            found = len(flat_settings(self.config.read_text("utf-8")))
         except (OSError, ValueError) as error:
             raise StorageError(f"{self.config} cannot be read: {error}.", hint) from error
         expected = _read_json(self.path / "run.json").get("settings", 1)
@@ -109,7 +109,7 @@ def new_run(config: Config, name: str, kind: Kind, recipe: str | None = None, po
         "kind": kind,
         "recipe": recipe,
         "policy": policy,
-        "settings": num_settings(text),
+        "settings": len(flat_settings(text)),
         "command": sys.argv,
         "seed": config.run.seed,
         "python": platform.python_version(),
@@ -177,11 +177,11 @@ def save_config(folder: RunFolder, config: Config) -> None:
     """Write the configuration of a resumed run if it has changed."""
     if folder.load_config() != config:
         text, manifest = to_toml(config), folder.path / "run.json"
-        settings = min(num_settings(text), num_settings(folder.config.read_text("utf-8")))
+        settings = min(len(flat_settings(text)), len(flat_settings(folder.config.read_text("utf-8"))))
         data = _read_json(manifest) | {"settings": settings}
         _write_json(manifest, data)  # the smaller number first, so that `check` passes if killed in between
         _write(folder.config, text)
-        _write_json(manifest, data | {"settings": num_settings(text)})
+        _write_json(manifest, data | {"settings": len(flat_settings(text))})
 
 
 def _write(path: Path, text: str) -> None:
