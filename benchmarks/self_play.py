@@ -19,7 +19,6 @@ import ludus
 from ludus.api import Run, configuration
 from ludus.cli.ui.load_run import LoadedRun, open_weights
 from ludus.config.schema import Config
-from ludus.envs.messages import assistant
 from ludus.evaluation.stats import wilson
 from ludus.training.run.run_dir import RunFolder
 from ludus.worlds.games.kuhn import DEALS, INFORMATION_SETS, Kuhn, exploitability, information_set
@@ -58,13 +57,7 @@ async def kuhn_strategy(config: Config, folder: RunFolder | None) -> dict[str, f
 async def _bet(opened: LoadedRun, wanted: str) -> float:
     game, renderer = Kuhn(), opened.session.renderer
     position = next(deal + wanted[1:] for deal in DEALS if information_set(deal + wanted[1:]) == wanted)
-    messages = [rules_of(game)]
-    for length in range(2, len(position) + 1):
-        if (len(position) - length) % 2 == 0:  # the player's own turns
-            messages.append(asked(game, position[:length]))
-            if length < len(position):
-                messages.append(assistant({"b": "bet", "c": "check"}[position[length]]))
-    prompt = list(renderer.prompt(messages, ()))
+    prompt = list(renderer.prompt([rules_of(game), asked(game, position)], ()))
     weights = {}
     for move in ("bet", "check"):
         reply = renderer.tokenizer.encode(move, add_special_tokens=False)

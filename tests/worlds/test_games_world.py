@@ -41,12 +41,12 @@ def prompts(trajectory, agent):
     return sum(s.kind == "action" for s in trajectory.segments if s.agent == agent)
 
 
-def test_self_play_has_a_row_and_a_reward_for_each_player():
+def test_self_play_has_a_row_for_each_move_and_a_reward_for_each_player():
     world = world_of()
     empty = next(task for task in world.tasks("train") if task.truth == "")
     found = play(world, empty, "1", "4", "2", "5", "3")
     assert found.agent_rewards == {"x": 1.0, "o": 0.0}
-    assert (prompts(found, "x"), prompts(found, "o"), len(found.rows)) == (3, 2, 2)
+    assert (prompts(found, "x"), prompts(found, "o"), len(found.rows)) == (3, 2, 5)
     drawn = play(world, empty, *"123546879")
     assert (drawn.agent_rewards, drawn.rewards["drawn"]) == ({"x": 0.5, "o": 0.5}, 1.0)
 
@@ -137,13 +137,12 @@ def test_kuhn_pays_the_higher_card_and_the_bettor_after_a_fold():
 def test_demonstrations_are_legal_moves_of_all_players_in_both_games():
     seen = set()
     for dialogue in islice(world_of().demonstrations(0), 200):
-        assert [m["role"] for m in dialogue.messages[:3]] == ["system", "user", "assistant"]
+        assert [m["role"] for m in dialogue.messages] == ["system", "user", "assistant"]
         seen.add(dialogue.messages[1]["content"].split()[0])
         legal = dialogue.messages[0]["content"].startswith("Kuhn") and {"bet", "check"}
-        for asked, reply in zip(dialogue.messages[1::2], dialogue.messages[2::2], strict=True):
-            board = asked["content"].split(": ")[1].replace("/", "").split()
-            free = {str(number) for number, square in enumerate(board, start=1) if square == "."}
-            assert reply["content"] in (legal or free)
+        rows = dialogue.messages[1]["content"].split(": ")[1].split(" | ")[0].replace(" ", "")
+        free = {str(number) for number, square in enumerate(rows, start=1) if square == "."}
+        assert dialogue.messages[2]["content"] in (legal or free)
     assert seen == {f"{player}:" for game in GAMES for player in game.players}
 
 

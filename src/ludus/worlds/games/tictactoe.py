@@ -13,7 +13,7 @@ class TicTacToe:
     """The rules. A position is the moves so far, as a text of digits."""
 
     players = ("x", "o")
-    rules = "Tic-tac-toe: reply with a free square, 1 to 9."
+    rules = "Tic-tac-toe: + is yours. Reply with a free square."
 
     def openings(self) -> Sequence[str]:
         """Return the empty board, and the boards after one and two moves."""
@@ -37,9 +37,10 @@ class TicTacToe:
         return (0.5, 0.5) if len(position) == 9 else None
 
     def seen_by(self, position: str, player: int) -> str:
-        """Return what a player sees: the board in three rows, with a dot for each free square."""
-        board = _board(position)
-        return " / ".join(" ".join(board[row : row + 3]) for row in (0, 3, 6))
+        """Return what a player sees: the rows, columns and diagonals, with a dot for a free square."""
+        board = _board(position).translate(str.maketrans("xo", "+-" if player == 0 else "-+"))
+        lines = ["".join(board[square] for square in line) for line in LINES]
+        return " | ".join(" ".join(lines[start:end]) for start, end in ((0, 3), (3, 6), (6, 8)))
 
     def expert_move(self, position: str, rng: random.Random) -> str:
         """Return a move of perfect play, at random among the best ones."""

@@ -1,6 +1,6 @@
 """Two-player games by turns. Both players are the policy, or one of them is an opponent.
 
-An episode is a dialogue for each player that is the policy: a message describes the position, the reply is a move. The
+Each turn of a player that is the policy is a dialogue: a message describes the position, the reply is the move. The
 players are separate agents of the episode, each with its own reward, so that self-play trains both seats with a
 baseline for each: the average of the seat in its group, or in the run (`algorithm.preset = "rae"`, arXiv:2506.24119).
 """
@@ -101,13 +101,11 @@ class GameEnv(Environment):
         game, position, opponent = self._game, str(task.truth), task.tags["opponent"]
         rng = random.Random(f"{task.id}/{policy.seed}")
         agents = range(2) if opponent == "self" else (game.players.index(task.tags["seat"]),)
-        dialogues: dict[int, list[Message]] = {player: [*task.prompt] for player in range(2)}
         while (payoffs := game.payoffs(position)) is None:
             player = game.to_move(position)
             session = policy if player in agents else policy.opponent if opponent == "past" else None
             if session is not None:
-                dialogue = dialogues[player]
-                dialogue.append(asked(game, position))
+                dialogue = [*task.prompt, asked(game, position)]
                 move = await reply_of(session, dialogue, game.players[player], is_past=player not in agents)
             else:
                 move = game.expert_move(position, rng) if opponent == "expert" else rng.choice(game.legal(position))
@@ -121,14 +119,13 @@ class GameEnv(Environment):
 
 
 async def reply_of(session: PolicySession, dialogue: list[Message], name: str, *, is_past: bool) -> str:
-    """Return a player's move and append its message; empty if a limit has ended the dialogue of a past version."""
+    """Return a player's move; empty if a limit has ended the dialogue of a past version."""
     try:
         reply = await session.chat(dialogue, agent=name)
     except RuntimeError:
         if not is_past:
             raise
         return ""
-    dialogue.append(reply)
     return reply["content"].strip()
 
 
@@ -172,19 +169,16 @@ class GamesWorld(World):
         return GAMES[self.settings.game]().players
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """Yield random legal moves in all games, as seen by one of the players."""
+        """Yield random legal moves in positions of random games, of all kinds."""
         rng = random.Random(f"{self.settings.seed}/{seed}/show")
         games = [make() for make in GAMES.values()]
         while True:
-            game, shown = rng.choice(games), rng.randrange(2)
-            position, messages = rng.choice(game.openings()), [rules_of(game)]
+            game = rng.choice(games)
+            position = rng.choice(game.openings())
             while game.payoffs(position) is None:
                 move = rng.choice(game.legal(position))
-                if game.to_move(position) == shown:
-                    messages += [asked(game, position), assistant(move)]
+                yield Dialogue((rules_of(game), asked(game, position), assistant(move)), ())
                 position += move[0]
-            if len(messages) > 1:
-                yield Dialogue(tuple(messages), ())
 
 
 def make_games_world(settings: Mapping[str, object], limits: ToolLimits) -> GamesWorld:
