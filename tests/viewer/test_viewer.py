@@ -104,6 +104,9 @@ def test_a_rollout_has_its_messages_and_the_numbers_of_each_token(run, client):
     segments = stored.trajectory.segments
     assert [tuple(segment["ids"]) for segment in page["segments"]] == [segment.tokens for segment in segments]
     assert [tuple(segment["logprobs"]) for segment in page["segments"]] == [segment.logprobs for segment in segments]
+    assert {(segment["agent"], segment["policy"], segment["parent"]) for segment in page["segments"]} == {
+        (segment.agent, segment.policy, segment.parent) for segment in segments
+    }
     prompt = "".join(page["segments"][0]["texts"])
     assert "<|im_start|>" in prompt
     assert page["rewards"] == dict(stored.trajectory.rewards)

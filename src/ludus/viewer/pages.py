@@ -102,8 +102,8 @@ class RunPages:
             return next((line["segments"] for line in found), {})
 
     def _segment(self, segment: Segment) -> Row:
-        names = {"kind": segment.kind, "turn": segment.turn, "agent": segment.agent, "parent": segment.parent}
-        tokens = {"ids": list(segment.tokens), "texts": self.token_texts(segment.tokens)}
+        names = {"kind": segment.kind, "turn": segment.turn, "agent": segment.agent, "policy": segment.policy}
+        tokens = {"parent": segment.parent, "ids": list(segment.tokens), "texts": self.token_texts(segment.tokens)}
         return {**names, **tokens, "logprobs": list(segment.logprobs), "versions": list(segment.versions)}
 
     def token_texts(self, tokens: Sequence[int]) -> list[str]:

@@ -172,7 +172,7 @@ function Tokens({ data }) {
     ${data.rows.map((one, n) => html`<p class="dim">row ${n} ${one.recorded ? `forks from row ${one.of} after ${one.recorded} tokens` : "has a new prompt"}${one.shared ? html`; ${one.shared} tokens equal those of row ${one.of}, which continues with <code>${one.before || "its end"}</code>, and row ${n} with <code>${one.after || "its end"}</code>` : ""}</p>`)}
     <div class="tokens" onClick=${(event) => show(event.target.title || "")}>${data.segments.map((segment, n) => html`
       <div class="segment ${segment.kind} ${segment.parent !== null && segment.parent !== n - 1 ? "branch" : ""}">
-        <span class="dim">${segment.kind}, turn ${segment.turn}, ${segment.ids.length} tokens${segment.agent !== "policy" ? `, ${segment.agent}` : ""}${segment.parent !== null && segment.parent !== n - 1 ? `, branches after segment ${segment.parent}` : ""}</span><br />
+        <span class="dim">${segment.kind}, turn ${segment.turn}, ${segment.ids.length} tokens${segment.agent !== "policy" ? `, ${segment.agent}` : ""}${segment.policy ? `, adapter ${segment.policy}` : ""}${segment.parent !== null && segment.parent !== n - 1 ? `, branches after segment ${segment.parent}` : ""}</span><br />
         ${segment.ids.map((_, i) => html`<${Token} segment=${segment} i=${i} advantage=${data.row.advantage} color=${color} />`)}
       </div>`)}</div>`;
 }
