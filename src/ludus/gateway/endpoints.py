@@ -16,7 +16,7 @@ from functools import partial
 from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -99,8 +99,6 @@ def check_shape(body: bytes, context_tokens: int) -> None:
 
 class NoBody(BaseModel):
     """Body of an endpoint without parameters; all fields are ignored."""
-
-    model_config = ConfigDict(extra="ignore")
 
 
 @dataclass(frozen=True)

@@ -36,8 +36,6 @@ _ERRORS = {
 class _Block(BaseModel):
     """Any content block; the fields depend on its type."""
 
-    model_config = ConfigDict(extra="ignore")
-
     type: str
     text: str = ""
     thinking: str = ""
@@ -52,15 +50,11 @@ Content = str | Annotated[list[_Block], Field(fail_fast=True)]
 
 
 class _Said(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     role: Literal["system", "user", "assistant"]
     content: Content
 
 
 class _Tool(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     name: str
     type: str | None = None
     description: str | None = None
@@ -68,29 +62,25 @@ class _Tool(BaseModel):
 
 
 class _Choice(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     type: Literal["auto", "none", "any", "tool"]
     name: str = ""
 
 
 class _Format(BaseModel):
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=())
 
     type: Literal["json_schema"]
     schema_: dict[str, JsonValue] = Field(alias="schema")
 
 
 class _OutputConfig(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     format: _Format | None = None
 
 
 class MessagesRequest(BaseModel):
     """Body of `/v1/messages`; other fields are labels. `output_format` is an older name of `output_config.format`."""
 
-    model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
+    model_config = ConfigDict(hide_input_in_errors=True)
 
     messages: Annotated[list[_Said], Field(fail_fast=True, min_length=1)]
     model: str = "policy"

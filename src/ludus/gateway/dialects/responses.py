@@ -37,8 +37,6 @@ _TEXTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summ
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -46,8 +44,6 @@ class _Part(BaseModel):
 
 class _Item(BaseModel):
     """Any item of the input; the fields depend on its type."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] = "user"
@@ -60,8 +56,6 @@ class _Item(BaseModel):
 
 
 class _Tool(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     type: str
     name: str = ""
     description: str | None = None
@@ -69,15 +63,13 @@ class _Tool(BaseModel):
 
 
 class _Format(BaseModel):
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=())
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     schema_: dict[str, JsonValue] | None = Field(None, alias="schema")
 
 
 class _Text(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     format: _Format | None = None
 
 

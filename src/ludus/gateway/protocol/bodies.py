@@ -59,8 +59,6 @@ def _neutral_values() -> dict[str, list[object]]:
 class StreamOptions(BaseModel):
     """`include_usage` requests a last chunk with token counts."""
 
-    model_config = ConfigDict(extra="ignore")
-
     include_usage: bool = False
 
 
@@ -240,8 +238,6 @@ class _Part(BaseModel):
 
 class ChatMessage(BaseModel):
     """One chat message. Its content may be null or a list of texts."""
-
-    model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[_Part], Field(fail_fast=True)] | None = None
