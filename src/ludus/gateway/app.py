@@ -33,7 +33,6 @@ from ludus.engines.remote.gloo_broadcast import (
     apply_delta,
     join_as_server,
     receive_tensors,
-    run_in_thread,
 )
 from ludus.errors import EngineError, SyncError
 from ludus.gateway.dialects.base import Dialect, openai_error
@@ -55,6 +54,7 @@ from ludus.gateway.replies import BUSY, CLIENT_GONE, count_tokens, described, ke
 from ludus.gateway.service import CompletionService, PauseMode
 from ludus.rollouts.agent_session import PendingTurn
 from ludus.types import Message
+from ludus.untrusted.worker import run_in_thread
 
 if TYPE_CHECKING:
     import torch
@@ -396,7 +396,7 @@ class ControlEndpoints:
         """Join a trainer's process group and leave any earlier one. Raises BadRequest if it is unreachable."""
         self._group = None
         try:
-            self._group = await run_in_thread(partial(join_as_server, address))
+            self._group = await asyncio.wrap_future(run_in_thread("broadcast", partial(join_as_server, address)))
         except EngineError as error:
             raise BadRequest(str(error)) from error
         return JSONResponse({"message": "Joined the weight transfer group"})
@@ -421,7 +421,7 @@ class ControlEndpoints:
             raise BadRequest("No weights are expected.", _CONFLICT)
         self._expected = None
         try:
-            tensors = await run_in_thread(partial(receive_tensors, group, manifest))
+            tensors = await asyncio.wrap_future(run_in_thread("broadcast", partial(receive_tensors, group, manifest)))
             found = await asyncio.to_thread(apply_delta, tensors, dict(self.model.state_dict(keep_vars=True)))
         except EngineError:
             if self._group is group:  # unless it has joined another group since
