@@ -34,7 +34,7 @@ from ludus.engines.remote.gloo_broadcast import (
     join_as_server,
     receive_tensors,
 )
-from ludus.errors import EngineError, SyncError
+from ludus.errors import EngineError, LudusError
 from ludus.gateway.dialects.base import Dialect, openai_error
 from ludus.gateway.dialects.messages import MESSAGES
 from ludus.gateway.dialects.responses import RESPONSES
@@ -74,7 +74,7 @@ def make_app(service: CompletionService, model: PreTrainedModel, recorder: Sessi
     router = HttpRouter(service.threads, service.engine.context_tokens, access)
     PublicEndpoints(service).add_to(router)
     ControlEndpoints(service, model).add_to(router)
-    kinds = (BadRequest, EngineError, HTTPException, Exception)
+    kinds = (BadRequest, LudusError, HTTPException, Exception)
     handlers = dict.fromkeys(kinds, _error)
     if recorder is None:
         return Starlette(routes=router.routes, exception_handlers=handlers)
@@ -415,7 +415,7 @@ class ControlEndpoints:
         return JSONResponse({"message": "Ready to receive weights"})
 
     async def receive(self, _: Request | None, __: NoBody) -> Response:
-        """Receive the trainer's weights. Raises EngineError if it is lost, BadRequest if they do not fit the model."""
+        """Receive the trainer's weights. Raises EngineError if it is lost, SyncError if they do not fit the model."""
         group, manifest = self._group, self._expected
         if group is None or manifest is None:
             raise BadRequest("No weights are expected.", _CONFLICT)
@@ -427,8 +427,6 @@ class ControlEndpoints:
             if self._group is group:  # unless it has joined another group since
                 self._group = None
             raise
-        except SyncError as error:
-            raise BadRequest(str(error)) from error
         if found:
             await self._load(found, manifest.version)
         else:
@@ -437,10 +435,7 @@ class ControlEndpoints:
 
     async def _load(self, state: Mapping[str, torch.Tensor], version: int | None) -> None:
         engine = self.service.engine
-        try:
-            await engine.load_weights(engine.version if version is None else version, state)
-        except SyncError as error:
-            raise BadRequest(str(error)) from error
+        await engine.load_weights(engine.version if version is None else version, state)
 
     async def relabel(self, _: Request, body: _Relabel) -> Response:
         await self.service.engine.relabel(body.new_version)

@@ -15,7 +15,7 @@ from functools import partial
 
 from ludus.chat.render import TemplateRenderer, decode_exactly
 from ludus.engines.base import TOKEN_WATCHERS
-from ludus.errors import EngineError, UserError
+from ludus.errors import EngineError
 from ludus.gateway.dialects.base import Dialect, Histories, SessionRequest
 from ludus.gateway.protocol.bodies import (
     BadRequest,
@@ -252,24 +252,19 @@ async def _chat_prompt(service: CompletionService, request: ChatRequest) -> _Cha
 
 
 def _call_guide(renderer: TemplateRenderer, request: ChatRequest) -> Guide:
-    """Return the guide of a forced call. Raises BadRequest if the format or the tools do not allow one."""
+    """Return the guide of a forced call. Raises BadRequest without such a tool, UserError if the format has none."""
     tools = [tool for tool in _tools(request) if request.call_of in ("", tool.name)]
     if not tools:
         raise BadRequest("tool_choice requires a call, but the request has no such tool.")
-    try:
-        return renderer.guide(tools, required=True)
-    except UserError as error:
-        raise BadRequest(str(error)) from error
+    return renderer.guide(tools, required=True)
 
 
 def _text(renderer: TemplateRenderer, request: ChatRequest) -> str:
-    """Render the messages and tools with the model's chat template. Raises BadRequest if rendering fails."""
+    """Render the messages and tools with the model's chat template. Raises BadRequest or UserError if that fails."""
     messages = [message.message for message in request.messages]
     check_calls(messages)
     try:
         return renderer.text(messages, _tools(request), generate=True)
-    except UserError as error:
-        raise BadRequest(str(error)) from error
     except (ValueError, TypeError, LookupError, RecursionError) as error:  # templates can raise anything
         raise BadRequest(f"The messages cannot be rendered: {type(error).__name__}.") from error
 

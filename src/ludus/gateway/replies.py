@@ -22,7 +22,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ludus.chat.render import Renderer
-from ludus.errors import EngineBusy, EngineError, RequestRejected, UserError
+from ludus.errors import EngineBusy, EngineError, RequestRejected, SyncError, UserError
 from ludus.gateway.dialects.base import Dialect, Sent, SessionRequest, event_bytes
 from ludus.gateway.dialects.messages import MESSAGES
 from ludus.gateway.endpoints import until_disconnect
@@ -92,7 +92,7 @@ def described(error: Exception) -> tuple[int, str, str | None]:
     match error:
         case BadRequest():
             return error.status, error.message, error.code
-        case InvalidRequest() | RequestRejected():
+        case InvalidRequest() | RequestRejected() | UserError() | SyncError():
             return _REFUSED, str(error), None
         case RolloutEnded():
             too_long = error.reason in _TOO_LONG
