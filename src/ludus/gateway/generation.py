@@ -38,7 +38,7 @@ from ludus.gateway.protocol.detokenize import (
 )
 from ludus.gateway.service import Batch, CompletionService, choices
 from ludus.rollouts.agent_session import PendingTurn, cut_at_stop
-from ludus.tools.base import DescribedTool, described_tool
+from ludus.tools.base import DescribedTool
 from ludus.types import Action, Completion, FinishReason, Guide, SamplingParams
 
 _MAX_CHOICES = 4096  # maximum number of choices of one request over all its prompts
@@ -271,7 +271,7 @@ def _text(renderer: TemplateRenderer, request: ChatRequest) -> str:
 
 def _tools(request: ChatRequest) -> list[DescribedTool]:
     tools = request.tools or [] if request.tool_choice != "none" else []
-    return [described_tool(tool.schema_) for tool in tools]
+    return [tool.described for tool in tools]
 
 
 def _chat_choice(

@@ -114,14 +114,6 @@ class PendingTurn:
     stopped_by: str = ""
     """The stop string of the request that ended the reply."""
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
 
 def _clocks() -> tuple[float, float]:
     return time.time(), time.perf_counter()

@@ -11,7 +11,7 @@ from pydantic import BaseModel, Field
 from ludus.engines.base import common_prefix
 from ludus.gateway.protocol.bodies import BadRequest, JsonBody, Sampling, error_body, json_bytes
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
-from ludus.tools.base import DescribedTool, FunctionSchema, ToolSchema, described_tool
+from ludus.tools.base import DescribedTool, described_tool
 from ludus.types import JSON, Guide, Message, MessageToolCall
 
 Event = tuple[str, JsonBody]
@@ -110,10 +110,7 @@ def event_bytes(name: str, data: JsonBody) -> bytes:
 
 def function_tool(name: str, description: str | None, parameters: Mapping[str, JSON] | None) -> DescribedTool:
     """Return a tool of a request, which the agent executes."""
-    schema: dict[str, JSON] = {"type": "object", "properties": {}}
-    schema |= parameters or {}
-    function = FunctionSchema(name=name, description=description or "", parameters=schema)
-    return described_tool(ToolSchema(type="function", function=function))
+    return described_tool(name, description or "", {"type": "object", "properties": {}} | dict(parameters or {}))
 
 
 def function_call(call_id: str, name: str, arguments: str) -> MessageToolCall:

@@ -96,7 +96,7 @@ def _reason(turn: PendingTurn) -> str:
 
 
 def _usage(turns: Sequence[PendingTurn]) -> JsonBody:
-    prompt, sampled = turns[0].num_prompt_tokens, sum(turn.num_tokens for turn in turns)
+    prompt, sampled = len(turns[0].prompt), sum(len(turn.tokens) for turn in turns)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 

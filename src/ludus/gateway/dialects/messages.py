@@ -151,7 +151,7 @@ def _text(content: str | Sequence[_Block]) -> str:
 def reply(request: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> JsonBody:
     """Return a message."""
     (turn,) = turns
-    usage = turn.num_prompt_tokens, turn.num_tokens
+    usage = len(turn.prompt), len(turn.tokens)
     return _message(request, name, _stop(turn), usage) | {"content": _blocks(turn)}
 
 
@@ -175,7 +175,7 @@ def events(request: SessionRequest, name: str, turns: Sequence[PendingTurn], sen
             yield delta(request, name, rest, sent.num)
         yield _block_event("stop", 0)
     else:
-        yield _start(request, name, turn.num_prompt_tokens)
+        yield _start(request, name, len(turn.prompt))
     for index, block in list(enumerate(blocks))[1 if sent.text else 0 :]:
         empty, part = _delta(block)
         yield _block_event("start", index, content_block=empty)
@@ -183,7 +183,7 @@ def events(request: SessionRequest, name: str, turns: Sequence[PendingTurn], sen
         yield _block_event("stop", index)
     reason, stop = _stop(turn)
     end: JsonBody = {"delta": {"stop_reason": reason, "stop_sequence": stop}}
-    yield "message_delta", {"type": "message_delta", **end, "usage": {"output_tokens": turn.num_tokens}}
+    yield "message_delta", {"type": "message_delta", **end, "usage": {"output_tokens": len(turn.tokens)}}
     yield "message_stop", {"type": "message_stop"}
 
 

@@ -268,7 +268,7 @@ def _output(name: str, turn: PendingTurn, *, has_text: bool = False) -> list[Jso
 
 def _response(request: SessionRequest, name: str, turn: PendingTurn, output: list[JsonBody]) -> JsonBody:
     cut = turn.action.finish_reason == "length"
-    prompt, sampled = turn.num_prompt_tokens, turn.num_tokens
+    prompt, sampled = len(turn.prompt), len(turn.tokens)
     return {
         "id": f"resp_{name}",
         "object": "response",

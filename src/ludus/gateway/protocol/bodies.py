@@ -28,7 +28,7 @@ from pydantic import (
     model_validator,
 )
 
-from ludus.tools.base import FunctionSchema, ToolSchema
+from ludus.tools.base import DescribedTool, described_tool
 from ludus.types import MAX_TOP_LOGPROBS, PARAM_BOUNDS, FunctionCall, Guide, Message, MessageToolCall, SamplingParams
 
 _LABELS = frozenset({"user", "metadata", "store", "service_tier", "priority", "session_id", "cache_salt"})
@@ -275,11 +275,10 @@ class ChatTool(BaseModel):
     function: _ToolFunction
 
     @property
-    def schema_(self) -> ToolSchema:
+    def described(self) -> DescribedTool:
         tool = self.function
         parameters = {"type": "object", "properties": {}} if tool.parameters is None else dict(tool.parameters)
-        function = FunctionSchema(name=tool.name, description=tool.description or "", parameters=parameters)
-        return ToolSchema(type="function", function=function)
+        return described_tool(tool.name, tool.description or "", parameters)
 
 
 class _ToolName(BaseModel):
