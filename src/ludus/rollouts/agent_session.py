@@ -20,14 +20,23 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from ludus.chat.recorded_texts import Prompt, RecordedTexts, common_segments, tokens_of
 from ludus.chat.render import Renderer, decode_exactly
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import TOKEN_WATCHERS, seed_for
 from ludus.envs.tool_env import describe_error
 from ludus.errors import EngineError, LudusError, RequestRejected, UserError
-from ludus.rollouts.dialogues.history import RecordedTurn, RecordedTurns, canonical, json_value
-from ludus.rollouts.dialogues.reply_rewards import Place, RewardedReplies
+from ludus.rollouts.dialogues.history import (
+    Place,
+    Prompt,
+    RecordedTexts,
+    RecordedTurn,
+    RecordedTurns,
+    RewardedReplies,
+    canonical,
+    common_segments,
+    json_value,
+    tokens_of,
+)
 from ludus.rollouts.episode import EPISODE_TIMEOUT, ChatSession, EngineChatSession, is_being_cancelled
 from ludus.rollouts.trees import join_rows
 from ludus.sandbox.local.namespaces import PausableTimeout
