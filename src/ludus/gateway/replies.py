@@ -61,7 +61,7 @@ async def respond(
         live = _LiveReply(dialect, asked, name, text)
         pieces = live.pieces(request, sample)
         if first := await anext(pieces, b""):
-            return _LiveResponse(live, _after(first, pieces), request, commit_all)
+            return _LiveResponse(live, first, pieces, request, commit_all)
         turns = live.turns
     else:
         turns = await until_disconnect(request, sample(asked))
@@ -159,10 +159,6 @@ class _LiveReply:
         events = self.dialect.events(self.asked, self.name, self.turns, self.sent)
         return b"".join(event_bytes(*event) for event in events) + self.dialect.end
 
-    def error(self, status: int, message: str, code: str | None) -> bytes:
-        """Return the event of an error after the first byte."""
-        return event_bytes("error", self.dialect.error(status, message, code))
-
 
 class _Reply(Response):
     """A response that awaits `on_sent` before its last byte, unless the client has disconnected.
@@ -188,35 +184,32 @@ class _Reply(Response):
 
 
 class _LiveResponse(_Reply):
-    """A response whose `pieces` are sent while the reply is sampled. An error is its last event, and adds nothing."""
+    """A response whose events are sent while the reply is sampled: the `first` ones, then the `pieces`.
+
+    An error is its last event, and adds nothing.
+    """
 
     def __init__(
         self,
         live: _LiveReply,
+        first: bytes,
         pieces: AsyncIterator[bytes],
         request: Request,
         commit: Callable[[Sequence[PendingTurn]], Awaitable[None]],
     ) -> None:
-        super().__init__(b"", "text/event-stream", request, self._commit)
-        self._live, self._pieces, self._commit_turns = live, pieces, commit
-
-    async def _commit(self) -> None:
-        await self._commit_turns(self._live.turns or ())
+        super().__init__(first, "text/event-stream", request, lambda: commit(live.turns or ()))
+        self._live, self._pieces = live, pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(self.body), "more_body": True})
         try:
             async for piece in self._pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except ERRORS as error:
-            await send({"type": "http.response.body", "body": self._live.error(*described(error))})
+            event = event_bytes("error", self._live.dialect.error(*described(error)))
+            await send({"type": "http.response.body", "body": event})
             return
         if self._live.turns is not None:
             await self._finish(send, self._live.rest())
-
-
-async def _after(first: bytes, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for piece in pieces:
-        yield piece

@@ -156,7 +156,9 @@ class SessionServer:
             (path, CHAT, self._models) for path in ("models", "models/{model:path}")
         ]
         routes = [
-            Route(f"{prefix}/{path}", partial(self._guarded, dialect, act), methods=[method])
+            Route(
+                f"{prefix}/{path}", partial(self._answered, dialect, partial(self._in_session, act)), methods=[method]
+            )
             for prefix in ("/s/{key}/v1", "/s/{key}", "/v1", "", "/s/{key}/v1/v1", "/v1/v1")
             for method, endpoints in (("POST", posts), ("GET", gets))
             for path, dialect, act in endpoints
@@ -181,13 +183,8 @@ class SessionServer:
         started.wait(_START_S)
         return url_of(listener)
 
-    async def _guarded(self, dialect: Dialect, act: _Act, request: Request) -> Response:
-        """Answer a request of a known session."""
-
-        async def found(request: Request) -> Response:
-            return await act(request, self._find(request))
-
-        return await self._answered(dialect, found, request)
+    async def _in_session(self, act: _Act, request: Request) -> Response:
+        return await act(request, self._find(request))
 
     async def _answered(
         self, dialect: Dialect, act: Callable[[Request], Awaitable[Response]], request: Request

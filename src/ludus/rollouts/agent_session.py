@@ -124,10 +124,6 @@ class PendingTurn:
     """The stop string of the request that ended the reply."""
 
 
-def _clocks() -> tuple[float, float]:
-    return time.time(), time.perf_counter()
-
-
 @dataclass(eq=False)
 class AgentSession(RewardedReplies):
     """The policy of one rollout. `make_chat` returns a dialogue with the engine, all of one seed and name.
@@ -152,7 +148,7 @@ class AgentSession(RewardedReplies):
     client: AgentClient | None = field(init=False, default=None)
     ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     timeout: PausableTimeout | None = field(init=False, default=None)
-    started: tuple[float, float] = field(init=False, default_factory=_clocks)  # since the epoch, and `perf_counter`
+    started: tuple[float, float] = field(init=False, default_factory=lambda: (time.time(), time.perf_counter()))
     seconds: list[float] = field(init=False, default_factory=list)
     """Seconds of each committed reply."""
     _rows: list[_Row] = field(init=False, default_factory=list)
