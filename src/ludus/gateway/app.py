@@ -35,7 +35,7 @@ from ludus.engines.remote.gloo_broadcast import (
     receive_tensors,
 )
 from ludus.errors import EngineError, LudusError
-from ludus.gateway.dialects.base import Dialect, openai_error
+from ludus.gateway.dialects.base import Dialect
 from ludus.gateway.dialects.messages import MESSAGES
 from ludus.gateway.dialects.responses import RESPONSES
 from ludus.gateway.endpoints import ControlAccess, HttpRouter, NoBody, json_response, until_disconnect
@@ -183,7 +183,7 @@ async def _event_stream(pieces: AsyncIterator[JsonBody]) -> Response:
             async for piece in pieces:
                 yield b"data: " + json_bytes(piece) + b"\n\n"
         except EngineError as error:
-            yield b"data: " + json_bytes(error_body(str(error), _FAILED)) + b"\n\n"
+            yield b"data: " + json_bytes(error_body(_FAILED, str(error))) + b"\n\n"
         yield b"data: [DONE]\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream")
@@ -191,7 +191,7 @@ async def _event_stream(pieces: AsyncIterator[JsonBody]) -> Response:
 
 async def _error(request: Request, error: Exception) -> Response:
     status, message, code = described(error)
-    error_of = MESSAGES.error if request.url.path.startswith(_MESSAGES_PATH) else openai_error
+    error_of = MESSAGES.error if request.url.path.startswith(_MESSAGES_PATH) else error_body
     response = json_response(error_of(status, message, code), status)
     if isinstance(error, HTTPException):
         response.headers.update(error.headers or {})

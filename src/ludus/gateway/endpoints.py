@@ -142,9 +142,9 @@ def json_response(body: JsonBody, status: int = 200) -> Response:
     return Response(json_bytes(body), status, media_type="application/json")
 
 
-def error_response(status: int, message: str, code: str | None = None) -> Response:
+def error_response(status: int, message: str) -> Response:
     """Create an error response."""
-    return json_response(error_body(message, status, code), status)
+    return json_response(error_body(status, message), status)
 
 
 async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result | None:

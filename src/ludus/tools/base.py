@@ -184,10 +184,10 @@ class DescribedTool(Tool):
         return self.given
 
 
-def described_tool(name: str, description: str, parameters: JsonSchema) -> DescribedTool:
-    """Create a tool that is shown to a model but not executed."""
-    function = FunctionSchema(name=name, description=description, parameters=parameters)
-    return DescribedTool(name, description, str, given=ToolSchema(type="function", function=function))
+def described_tool(schema: ToolSchema) -> DescribedTool:
+    """Create a tool from an OpenAI tool description, to be shown to a model but not executed."""
+    function = schema["function"]
+    return DescribedTool(function["name"], function["description"], str, given=schema)
 
 
 def _describe_error(error: Any) -> str:  # noqa: ANN401 (pydantic's own mapping)

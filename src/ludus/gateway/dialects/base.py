@@ -11,8 +11,8 @@ from pydantic import BaseModel, Field
 from ludus.engines.base import common_prefix
 from ludus.gateway.protocol.bodies import BadRequest, JsonBody, Sampling, error_body, json_bytes
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
-from ludus.tools.base import DescribedTool, described_tool
-from ludus.types import JSON, Guide, Message, MessageToolCall
+from ludus.tools.base import DescribedTool
+from ludus.types import Action, Guide, Message, MessageToolCall
 
 Event = tuple[str, JsonBody]
 """Name (empty: none) and data of a server-sent event."""
@@ -64,11 +64,6 @@ class SessionSampling(Sampling):
                 raise BadRequest(f"{name} is not supported.")
 
 
-def openai_error(status: int, message: str, code: str | None) -> JsonBody:
-    """Return the body of an error as OpenAI's endpoints do."""
-    return error_body(message, status, code)
-
-
 @dataclass(frozen=True)
 class Sent:
     """What a stream has sent of a reply: the text, and the number of events."""
@@ -91,7 +86,7 @@ class Dialect:
     events: Callable[[SessionRequest, str, Sequence[PendingTurn], Sent], Iterator[Event]]
     begin: Callable[[SessionRequest, str, int], list[Event]]
     delta: Callable[[SessionRequest, str, str, int], Event]
-    error: Callable[[int, str, str | None], JsonBody] = openai_error
+    error: Callable[[int, str, str | None], JsonBody] = error_body
     end: bytes = b""
 
     def content(self, asked: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> tuple[bytes, str]:
@@ -106,16 +101,6 @@ def event_bytes(name: str, data: JsonBody) -> bytes:
     """Return a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
-
-
-def function_tool(name: str, description: str | None, parameters: Mapping[str, JSON] | None) -> DescribedTool:
-    """Return a tool of a request, which the agent executes."""
-    return described_tool(name, description or "", {"type": "object", "properties": {}} | dict(parameters or {}))
-
-
-def function_call(call_id: str, name: str, arguments: str) -> MessageToolCall:
-    """Return a call of an assistant message."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
 
 
 def schema_guide(schema: object) -> Guide | None:
@@ -134,6 +119,11 @@ def unsent(content: str, sent: str) -> str:
     """Return the content after the part that was sent."""
     parts = (text[common_prefix(text, sent) :] for text in (content, content.lstrip()))
     return min(parts, key=len)
+
+
+def chat_finish(action: Action) -> str:
+    """Return the finish reason of a reply in chat completions."""
+    return "tool_calls" if action.calls and action.finish_reason == "stop" else action.finish_reason
 
 
 def reply_calls(turn: PendingTurn) -> list[MessageToolCall]:

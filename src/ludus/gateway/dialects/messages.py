@@ -8,19 +8,18 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from ludus.chat.parse_json import tool_call
 from ludus.gateway.dialects.base import (
     Dialect,
     Event,
     Histories,
     Sent,
     SessionRequest,
-    function_call,
-    function_tool,
     reply_calls,
     schema_guide,
     unsent,
 )
-from ludus.gateway.protocol.bodies import BadRequest, JsonBody, read_body
+from ludus.gateway.protocol.bodies import NO_PARAMETERS, BadRequest, JsonBody, function_tool, read_body
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 from ludus.types import Message
 
@@ -109,7 +108,7 @@ def parse(raw: bytes, _: Histories) -> SessionRequest:
     limits = ReplyLimits(body.max_tokens, tuple(body.stop_sequences or ()), guide, must_call, choice.name)
     return SessionRequest(
         messages,
-        [function_tool(tool.name, tool.description, tool.input_schema) for tool in tools],
+        [function_tool(tool.name, tool.description, {**NO_PARAMETERS, **(tool.input_schema or {})}) for tool in tools],
         limits,
         1,
         bool(body.stream),
@@ -127,7 +126,7 @@ def _messages(said: _Said) -> Iterator[Message]:
         message = Message(role="assistant", content=_text([one for one in blocks if one.type == "text"]))
         if thought := "".join(one.thinking for one in blocks if one.type == "thinking"):
             message["reasoning_content"] = thought
-        calls = [function_call(one.id, one.name, json.dumps(one.input)) for one in blocks if one.type == "tool_use"]
+        calls = [tool_call(one.id, one.name, json.dumps(one.input)) for one in blocks if one.type == "tool_use"]
         if calls:
             message["tool_calls"] = calls
         yield message

@@ -9,20 +9,19 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from ludus.chat.parse_json import tool_call
 from ludus.gateway.dialects.base import (
     Dialect,
     Event,
     Histories,
     Sent,
     SessionRequest,
-    function_call,
-    function_tool,
     refuse_fields,
     reply_calls,
     schema_guide,
     unsent,
 )
-from ludus.gateway.protocol.bodies import BadRequest, JsonBody, read_body
+from ludus.gateway.protocol.bodies import NO_PARAMETERS, BadRequest, JsonBody, function_tool, read_body
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 from ludus.types import Action, Message
 
@@ -119,7 +118,7 @@ def parse(raw: bytes, histories: Histories) -> SessionRequest:
     }
     return SessionRequest(
         [*before, *_messages(items)],
-        [function_tool(tool.name, tool.description, tool.parameters) for tool in tools],
+        [function_tool(tool.name, tool.description, {**NO_PARAMETERS, **(tool.parameters or {})}) for tool in tools],
         ReplyLimits(body.max_output_tokens, (), schema_guide(schema), bool(named) or choice == "required", named),
         1,
         bool(body.stream),
@@ -141,7 +140,7 @@ def _messages(items: Sequence[_Item]) -> Iterator[Message]:
             continue
         said = said or Message(role="assistant", content="")
         if item.type == "function_call":
-            said.setdefault("tool_calls", []).append(function_call(item.call_id, item.name, item.arguments or ""))
+            said.setdefault("tool_calls", []).append(tool_call(item.call_id, item.name, item.arguments or "{}"))
         elif item.type == "message":
             said["content"] += _text(item.content)
         elif thought := _text(item.content) or _text(item.summary):

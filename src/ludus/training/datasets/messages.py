@@ -9,7 +9,7 @@ import json
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
-from ludus.tools.base import Tool, described_tool
+from ludus.tools.base import FunctionSchema, Tool, ToolSchema, described_tool
 from ludus.types import FunctionCall, Message, MessageToolCall
 
 Role = Literal["system", "user", "assistant", "tool"]
@@ -159,7 +159,8 @@ def _tool(data: object, where: str) -> Tool:
     description = as_text(function.get("description", ""), f"{where}.function.description")
     parameters = as_object(function.get("parameters", {}), f"{where}.function.parameters")
     _check_value(parameters, f"{where}.function.parameters")
-    return described_tool(name, description, _without_none(parameters))
+    schema = FunctionSchema(name=name, description=description, parameters=_without_none(parameters))
+    return described_tool(ToolSchema(type="function", function=schema))
 
 
 def _without_none(data: Mapping[str, object]) -> dict[str, object]:
