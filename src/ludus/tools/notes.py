@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ludus.errors import did_you_mean
-from ludus.tools.base import Tool, ToolError, Traits, tool
+from ludus.tools.base import Tool, ToolError, ToolFunction, Traits, tool
 
 MAX_TITLE = 100
 """Maximum characters of a title."""
@@ -88,5 +88,6 @@ def merged(texts: Mapping[str, str], written: Mapping[str, str]) -> dict[str, st
 
 def notes_tools(notes: Notes) -> Sequence[Tool]:
     """Return the methods of an episode's notes as tools: coroutines, so that calls of one turn run in order."""
+    methods: Mapping[str, ToolFunction]
     methods = {"note_write": notes.write, "note_read": notes.read, "note_search": notes.search}
     return [tool(name=name, traits=Traits(latency="instant"))(method) for name, method in methods.items()]
