@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pydantic import BaseModel, Field
 
 from ludus.engines.base import common_prefix
-from ludus.gateway.protocol.bodies import BadRequest, JsonBody, Sampling, error_body, json_bytes
+from ludus.gateway.protocol.bodies import BadRequest, JsonBody, Sampling, error_body, json_bytes, neutral_values
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 from ludus.tools.base import DescribedTool
 from ludus.types import Action, Guide, Message, MessageToolCall
@@ -33,20 +33,6 @@ class SessionRequest:
     echo: Mapping[str, object] = field(default_factory=dict)
 
 
-_UNSUPPORTED: dict[str, Sequence[object]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "audio": (),
-    "web_search_options": (),
-    "functions": (),
-    "function_call": ("auto", "none"),
-    "modalities": (["text"],),
-    "suffix": ("",),
-    "best_of": (1,),
-}
-
-
 class SessionSampling(Sampling):
     """Fields of OpenAI's requests of a session: other fields than the refused ones are labels."""
 
@@ -55,7 +41,7 @@ class SessionSampling(Sampling):
     n: int = Field(1, ge=1, le=16)
 
     def check_extra_fields(self) -> None:
-        refuse_fields(self, _UNSUPPORTED)
+        refuse_fields(self, neutral_values("sessions"))
 
     def refuse_set(self, *names: str) -> None:
         """Raise BadRequest for a field that is neither null nor its default."""

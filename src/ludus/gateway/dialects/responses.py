@@ -21,17 +21,10 @@ from ludus.gateway.dialects.base import (
     schema_guide,
     unsent,
 )
-from ludus.gateway.protocol.bodies import NO_PARAMETERS, BadRequest, JsonBody, function_tool, read_body
+from ludus.gateway.protocol.bodies import NO_PARAMETERS, BadRequest, JsonBody, function_tool, neutral_values, read_body
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 from ludus.types import Action, Message
 
-_UNSUPPORTED: dict[str, Sequence[object]] = {
-    "background": (False,),
-    "conversation": (),
-    "prompt": (),
-    "top_logprobs": (0,),
-    "max_tool_calls": (),
-}
 _TEXTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"})
 
 
@@ -96,7 +89,7 @@ class ResponsesRequest(BaseModel):
 def parse(raw: bytes, histories: Histories) -> SessionRequest:
     """Return the request of a body. Raises BadRequest. Tools of other types than functions are left out."""
     body = read_body(ResponsesRequest, raw)
-    refuse_fields(body, _UNSUPPORTED)
+    refuse_fields(body, neutral_values("responses"))
     before = list(histories.get(body.previous_response_id or "", ()))
     if body.previous_response_id and not before:
         raise BadRequest(f"The response {body.previous_response_id[:80]!r} is unknown.", 404)

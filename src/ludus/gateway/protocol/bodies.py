@@ -51,10 +51,10 @@ class BadRequest(ValueError):
 
 
 @cache
-def _neutral_values() -> dict[str, list[object]]:
-    """Return the neutral values of unsupported fields, besides null."""
-    values: dict[str, list[object]] = json.loads((files(__package__) / "neutral.json").read_text("utf-8"))
-    return values
+def neutral_values(kind: str) -> Mapping[str, Sequence[object]]:
+    """Return the neutral values, besides null, of the unsupported fields of a kind of request."""
+    values: dict[str, dict[str, list[object]]] = json.loads((files(__package__) / "neutral.json").read_text("utf-8"))
+    return values[kind]
 
 
 class StreamOptions(BaseModel):
@@ -139,10 +139,11 @@ class Sampling(BaseModel):
 
     def check_extra_fields(self) -> None:
         """Raise ValueError for an unknown field, and for an unsupported one without its neutral value."""
+        neutral = neutral_values("completions")
         for name, value in (self.__pydantic_extra__ or {}).items():
-            if name in _LABELS or value is None or value in _neutral_values().get(name, []):
+            if name in _LABELS or value is None or value in neutral.get(name, ()):
                 continue
-            if name in _neutral_values():
+            if name in neutral:
                 raise ValueError(f"{name} = {json.dumps(value)[:80]} is not supported")
             raise ValueError(f"{name[:80]} is not a field of this request")
 
