@@ -50,7 +50,7 @@ from ludus.gateway.protocol.bodies import (
     json_bytes,
 )
 from ludus.gateway.recording import SessionRecorder
-from ludus.gateway.replies import BUSY, CLIENT_GONE, count_tokens, described, keep_last, respond
+from ludus.gateway.replies import CLIENT_GONE, count_tokens, error_reply, keep_last, respond
 from ludus.gateway.service import CompletionService, PauseMode
 from ludus.rollouts.agent_session import PendingTurn
 from ludus.types import Message
@@ -190,13 +190,9 @@ async def _event_stream(pieces: AsyncIterator[JsonBody]) -> Response:
 
 
 async def _error(request: Request, error: Exception) -> Response:
-    status, message, code = described(error)
-    error_of = MESSAGES.error if request.url.path.startswith(_MESSAGES_PATH) else error_body
-    response = json_response(error_of(status, message, code), status)
+    response = error_reply(error, MESSAGES.error if request.url.path.startswith(_MESSAGES_PATH) else error_body)
     if isinstance(error, HTTPException):
         response.headers.update(error.headers or {})
-    if status == BUSY:
-        response.headers["Retry-After"] = "1"
     return response
 
 

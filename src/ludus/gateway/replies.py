@@ -25,7 +25,7 @@ from ludus.chat.render import Renderer
 from ludus.errors import EngineBusy, EngineError, RequestRejected, SyncError, UserError
 from ludus.gateway.dialects.base import Dialect, Sent, SessionRequest, event_bytes
 from ludus.gateway.dialects.messages import MESSAGES
-from ludus.gateway.endpoints import until_disconnect
+from ludus.gateway.endpoints import json_response, until_disconnect
 from ludus.gateway.protocol.bodies import BadRequest, JsonBody
 from ludus.gateway.protocol.detokenize import StreamedText, TextRules
 from ludus.rollouts.agent_session import InvalidRequest, PendingTurn, RolloutEnded
@@ -103,6 +103,15 @@ def described(error: Exception) -> tuple[int, str, str | None]:
         case EngineError():
             return BUSY if isinstance(error, EngineBusy) else _FAILED, str(error), None
     return _FAILED, f"{type(error).__name__}: {error}", None
+
+
+def error_reply(error: Exception, form: Callable[[int, str, str | None], JsonBody]) -> Response:
+    """Return the response to a request that failed; `form` is that of a dialect's errors."""
+    status, message, code = described(error)
+    response = json_response(form(status, message, code), status)
+    if status == BUSY:
+        response.headers["Retry-After"] = "1"
+    return response
 
 
 def _streamed_text(asked: SessionRequest, renderer: Renderer | None) -> StreamedText | None:

@@ -38,7 +38,7 @@ from ludus.gateway.dialects.responses import RESPONSES
 from ludus.gateway.endpoints import check_json, check_origin, check_shape, error_response, json_response
 from ludus.gateway.limits import http_server, model_limits, open_socket, url_of
 from ludus.gateway.protocol.bodies import BadRequest, read_body
-from ludus.gateway.replies import BUSY, ERRORS, count_tokens, described, keep_last, respond
+from ludus.gateway.replies import BUSY, ERRORS, count_tokens, error_reply, keep_last, respond
 from ludus.rollouts.agent_runs import TaskOffer
 from ludus.rollouts.agent_session import AgentSession, PendingTurn, RolloutEnded
 from ludus.types import Message, StopReason
@@ -194,11 +194,8 @@ class SessionServer:
             check_origin(request)
             return await act(request)
         except ERRORS as error:
-            status, message, code = described(error)
-        response = json_response(dialect.error(status, message, code), status)
-        response.headers["x-should-retry"] = "true" if status == BUSY else "false"
-        if status == BUSY:
-            response.headers["Retry-After"] = "1"
+            response = error_reply(error, dialect.error)
+        response.headers["x-should-retry"] = "true" if response.status_code == BUSY else "false"
         return response
 
     def _find(self, request: Request) -> Served:
