@@ -143,25 +143,23 @@ class SessionServer:
 
     def app(self) -> Starlette:
         """Return the application."""
-        posts: list[tuple[str, Dialect, _Act]] = [
-            ("chat/completions", CHAT, partial(self._respond, CHAT)),
-            ("completions", COMPLETIONS, partial(self._respond, COMPLETIONS)),
-            ("responses", RESPONSES, partial(self._respond, RESPONSES)),
-            ("messages", MESSAGES, partial(self._respond, MESSAGES)),
-            ("messages/count_tokens", MESSAGES, self._count),
-            ("reward", CHAT, self._reward),
-            ("done", CHAT, self._done),
-        ]
-        gets: list[tuple[str, Dialect, _Act]] = [
-            (path, CHAT, self._models) for path in ("models", "models/{model:path}")
+        endpoints: list[tuple[str, str, Dialect, _Act]] = [
+            ("POST", "chat/completions", CHAT, partial(self._respond, CHAT)),
+            ("POST", "completions", COMPLETIONS, partial(self._respond, COMPLETIONS)),
+            ("POST", "responses", RESPONSES, partial(self._respond, RESPONSES)),
+            ("POST", "messages", MESSAGES, partial(self._respond, MESSAGES)),
+            ("POST", "messages/count_tokens", MESSAGES, self._count),
+            ("POST", "reward", CHAT, self._reward),
+            ("POST", "done", CHAT, self._done),
+            ("GET", "models", CHAT, self._models),
+            ("GET", "models/{model:path}", CHAT, self._models),
         ]
         routes = [
             Route(
                 f"{prefix}/{path}", partial(self._answered, dialect, partial(self._in_session, act)), methods=[method]
             )
             for prefix in ("/s/{key}/v1", "/s/{key}", "/v1", "", "/s/{key}/v1/v1", "/v1/v1")
-            for method, endpoints in (("POST", posts), ("GET", gets))
-            for path, dialect, act in endpoints
+            for method, path, dialect, act in endpoints
         ]
         return Starlette(routes=[*routes, Route("/tasks", self._tasks)])
 
