@@ -235,7 +235,7 @@ ANSWERS = [
     ),
     response_body("chat.completion.chunk", "b", "m", [{"index": i, "delta": {"content": '"'}} for i in range(2)])
     | {"prompt_token_ids": [1, 2]},
-    error_body("x", 400),
+    error_body(400, "x"),
 ]
 NAMES = ["a", '"', "\\", "\n", "é", "\u2028", "</script>", "🙂", ""]
 

@@ -4,7 +4,6 @@ import asyncio
 import json
 from dataclasses import dataclass
 
-import httpx
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -159,7 +158,7 @@ class SmallWorld(World):
 def evaluated(script, rollout):
     async def run(server):
         where = OpenAIClientSettings(server.url, "m", concurrency=2, retries=0, timeout_s=60)
-        async with httpx.AsyncClient() as client, OpenAIClient(where, client) as endpoint:
+        async with OpenAIClient(where) as endpoint:
             make_chat = endpoint_chat_factory(endpoint, rollout, SamplingPlan("eval", 0.5, seed=3))
             world = SmallWorld()
             plan = EvaluationPlan("test", 3, 2, 0.5, seed=3)
@@ -594,19 +593,6 @@ def test_arbitrary_text_and_vendor_parameters_are_sent():
     assert request["messages"][0]["content"] == "ü \ud800 \x00"
     assert (request["top_k"], request["stop"]) == (5, ["</a>"])
     assert "tools" not in request
-
-
-def test_supplied_http_client_is_used_and_stays_open():
-    async def run(server):
-        async with httpx.AsyncClient(headers={"X-Mine": "yes"}, timeout=1e-9) as client:
-            async with OpenAIClient(OpenAIClientSettings(server.url, "m"), client) as endpoint:
-                await endpoint.chat(task().prompt, (), PARAMS, 0)
-            return client.is_closed
-
-    with serving([Reply(say("fine"))]) as server:
-        assert asyncio.run(run(server)) is False
-    assert server.headers[0]["X-Mine"] == "yes"
-    assert server.headers[0]["Authorization"] is None
 
 
 @pytest.mark.parametrize(

@@ -33,10 +33,9 @@ from ludus.engines.remote.gloo_broadcast import (
     apply_delta,
     join_as_server,
     receive_tensors,
-    run_in_thread,
 )
-from ludus.errors import EngineError, SyncError
-from ludus.gateway.dialects.base import Dialect, openai_error
+from ludus.errors import EngineError, LudusError
+from ludus.gateway.dialects.base import Dialect
 from ludus.gateway.dialects.messages import MESSAGES
 from ludus.gateway.dialects.responses import RESPONSES
 from ludus.gateway.endpoints import ControlAccess, HttpRouter, NoBody, json_response, until_disconnect
@@ -51,10 +50,11 @@ from ludus.gateway.protocol.bodies import (
     json_bytes,
 )
 from ludus.gateway.recording import SessionRecorder
-from ludus.gateway.replies import BUSY, CLIENT_GONE, count_tokens, described, keep_last, respond
+from ludus.gateway.replies import CLIENT_GONE, count_tokens, error_reply, keep_last, respond
 from ludus.gateway.service import CompletionService, PauseMode
 from ludus.rollouts.agent_session import PendingTurn
 from ludus.types import Message
+from ludus.untrusted.worker import run_in_thread
 
 if TYPE_CHECKING:
     import torch
@@ -74,7 +74,7 @@ def make_app(service: CompletionService, model: PreTrainedModel, recorder: Sessi
     router = HttpRouter(service.threads, service.engine.context_tokens, access)
     PublicEndpoints(service).add_to(router)
     ControlEndpoints(service, model).add_to(router)
-    kinds = (BadRequest, EngineError, HTTPException, Exception)
+    kinds = (BadRequest, LudusError, HTTPException, Exception)
     handlers = dict.fromkeys(kinds, _error)
     if recorder is None:
         return Starlette(routes=router.routes, exception_handlers=handlers)
@@ -183,20 +183,16 @@ async def _event_stream(pieces: AsyncIterator[JsonBody]) -> Response:
             async for piece in pieces:
                 yield b"data: " + json_bytes(piece) + b"\n\n"
         except EngineError as error:
-            yield b"data: " + json_bytes(error_body(str(error), _FAILED)) + b"\n\n"
+            yield b"data: " + json_bytes(error_body(_FAILED, str(error))) + b"\n\n"
         yield b"data: [DONE]\n\n"
 
     return StreamingResponse(events(), media_type="text/event-stream")
 
 
 async def _error(request: Request, error: Exception) -> Response:
-    status, message, code = described(error)
-    error_of = MESSAGES.error if request.url.path.startswith(_MESSAGES_PATH) else openai_error
-    response = json_response(error_of(status, message, code), status)
+    response = error_reply(error, MESSAGES.error if request.url.path.startswith(_MESSAGES_PATH) else error_body)
     if isinstance(error, HTTPException):
         response.headers.update(error.headers or {})
-    if status == BUSY:
-        response.headers["Retry-After"] = "1"
     return response
 
 
@@ -396,7 +392,7 @@ class ControlEndpoints:
         """Join a trainer's process group and leave any earlier one. Raises BadRequest if it is unreachable."""
         self._group = None
         try:
-            self._group = await run_in_thread(partial(join_as_server, address))
+            self._group = await asyncio.wrap_future(run_in_thread("broadcast", partial(join_as_server, address)))
         except EngineError as error:
             raise BadRequest(str(error)) from error
         return JSONResponse({"message": "Joined the weight transfer group"})
@@ -415,20 +411,18 @@ class ControlEndpoints:
         return JSONResponse({"message": "Ready to receive weights"})
 
     async def receive(self, _: Request | None, __: NoBody) -> Response:
-        """Receive the trainer's weights. Raises EngineError if it is lost, BadRequest if they do not fit the model."""
+        """Receive the trainer's weights. Raises EngineError if it is lost, SyncError if they do not fit the model."""
         group, manifest = self._group, self._expected
         if group is None or manifest is None:
             raise BadRequest("No weights are expected.", _CONFLICT)
         self._expected = None
         try:
-            tensors = await run_in_thread(partial(receive_tensors, group, manifest))
+            tensors = await asyncio.wrap_future(run_in_thread("broadcast", partial(receive_tensors, group, manifest)))
             found = await asyncio.to_thread(apply_delta, tensors, dict(self.model.state_dict(keep_vars=True)))
         except EngineError:
             if self._group is group:  # unless it has joined another group since
                 self._group = None
             raise
-        except SyncError as error:
-            raise BadRequest(str(error)) from error
         if found:
             await self._load(found, manifest.version)
         else:
@@ -437,10 +431,7 @@ class ControlEndpoints:
 
     async def _load(self, state: Mapping[str, torch.Tensor], version: int | None) -> None:
         engine = self.service.engine
-        try:
-            await engine.load_weights(engine.version if version is None else version, state)
-        except SyncError as error:
-            raise BadRequest(str(error)) from error
+        await engine.load_weights(engine.version if version is None else version, state)
 
     async def relabel(self, _: Request, body: _Relabel) -> Response:
         await self.service.engine.relabel(body.new_version)

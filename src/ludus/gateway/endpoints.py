@@ -16,7 +16,7 @@ from functools import partial
 from typing import Literal, TypeVar
 from urllib.parse import urlsplit
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.routing import Route
@@ -100,8 +100,6 @@ def check_shape(body: bytes, context_tokens: int) -> None:
 class NoBody(BaseModel):
     """Body of an endpoint without parameters; all fields are ignored."""
 
-    model_config = ConfigDict(extra="ignore")
-
 
 @dataclass(frozen=True)
 class HttpRouter:
@@ -144,9 +142,9 @@ def json_response(body: JsonBody, status: int = 200) -> Response:
     return Response(json_bytes(body), status, media_type="application/json")
 
 
-def error_response(status: int, message: str, code: str | None = None) -> Response:
+def error_response(status: int, message: str) -> Response:
     """Create an error response."""
-    return json_response(error_body(message, status, code), status)
+    return json_response(error_body(status, message), status)
 
 
 async def until_disconnect(request: Request, work: Awaitable[Result]) -> Result | None:

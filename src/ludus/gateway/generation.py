@@ -15,8 +15,8 @@ from functools import partial
 
 from ludus.chat.render import TemplateRenderer, decode_exactly
 from ludus.engines.base import TOKEN_WATCHERS
-from ludus.errors import EngineError, UserError
-from ludus.gateway.dialects.base import Dialect, Histories, SessionRequest
+from ludus.errors import EngineError
+from ludus.gateway.dialects.base import Dialect, Histories, SessionRequest, chat_finish
 from ludus.gateway.protocol.bodies import (
     BadRequest,
     ChatRequest,
@@ -38,8 +38,8 @@ from ludus.gateway.protocol.detokenize import (
 )
 from ludus.gateway.service import Batch, CompletionService, choices
 from ludus.rollouts.agent_session import PendingTurn, cut_at_stop
-from ludus.tools.base import DescribedTool, described_tool
-from ludus.types import Action, Completion, FinishReason, Guide, SamplingParams
+from ludus.tools.base import DescribedTool
+from ludus.types import Action, Completion, Guide, SamplingParams
 
 _MAX_CHOICES = 4096  # maximum number of choices of one request over all its prompts
 
@@ -177,7 +177,7 @@ async def stream_chat(service: CompletionService, name: str, request: ChatReques
             if finish is not None:
                 parse = partial(prompt.renderer.parse, texts[i].tokens, prompt.turn, finish)
                 action = await service.threads.do(parse)
-                choice |= {"delta": _last_delta(action, texts[i].shown, new), "finish_reason": _reason(action, finish)}
+                choice |= {"delta": _last_delta(action, texts[i].shown, new), "finish_reason": chat_finish(action)}
             if request.logprobs:
                 choice["logprobs"] = chat_logprobs(names, Scored.of(piece))
             if request.return_token_ids:
@@ -252,31 +252,26 @@ async def _chat_prompt(service: CompletionService, request: ChatRequest) -> _Cha
 
 
 def _call_guide(renderer: TemplateRenderer, request: ChatRequest) -> Guide:
-    """Return the guide of a forced call. Raises BadRequest if the format or the tools do not allow one."""
+    """Return the guide of a forced call. Raises BadRequest without such a tool, UserError if the format has none."""
     tools = [tool for tool in _tools(request) if request.call_of in ("", tool.name)]
     if not tools:
         raise BadRequest("tool_choice requires a call, but the request has no such tool.")
-    try:
-        return renderer.guide(tools, required=True)
-    except UserError as error:
-        raise BadRequest(str(error)) from error
+    return renderer.guide(tools, required=True)
 
 
 def _text(renderer: TemplateRenderer, request: ChatRequest) -> str:
-    """Render the messages and tools with the model's chat template. Raises BadRequest if rendering fails."""
+    """Render the messages and tools with the model's chat template. Raises BadRequest or UserError if that fails."""
     messages = [message.message for message in request.messages]
     check_calls(messages)
     try:
         return renderer.text(messages, _tools(request), generate=True)
-    except UserError as error:
-        raise BadRequest(str(error)) from error
     except (ValueError, TypeError, LookupError, RecursionError) as error:  # templates can raise anything
         raise BadRequest(f"The messages cannot be rendered: {type(error).__name__}.") from error
 
 
 def _tools(request: ChatRequest) -> list[DescribedTool]:
     tools = request.tools or [] if request.tool_choice != "none" else []
-    return [described_tool(tool.schema_) for tool in tools]
+    return [tool.described for tool in tools]
 
 
 def _chat_choice(
@@ -291,7 +286,7 @@ def _chat_choice(
         "index": index,
         "message": said | {"reasoning_content": message.get("reasoning_content"), "tool_calls": calls},
         "logprobs": chat_logprobs(service.token_names(request), Scored.of(done)) if request.logprobs else None,
-        "finish_reason": _reason(action, done.finish_reason),
+        "finish_reason": chat_finish(action),
         "stop_reason": rules.stop_reason(done, prompt.params, prompt.ends),
         "token_ids": list(done.tokens) if with_ids else None,
         "weight_versions": version_spans(done.versions) if with_ids else None,
@@ -307,7 +302,3 @@ def _last_delta(action: Action, shown: str, new: str) -> JsonBody:
         "tool_calls": [{**call, "index": i} for i, call in enumerate(message.get("tool_calls", []))] or None,
     }
     return {name: value for name, value in delta.items() if value is not None}
-
-
-def _reason(action: Action, finish: FinishReason) -> str:
-    return "tool_calls" if action.calls and finish == "stop" else finish

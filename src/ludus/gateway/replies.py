@@ -22,10 +22,10 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from ludus.chat.render import Renderer
-from ludus.errors import EngineBusy, EngineError, RequestRejected, UserError
+from ludus.errors import EngineBusy, EngineError, RequestRejected, SyncError, UserError
 from ludus.gateway.dialects.base import Dialect, Sent, SessionRequest, event_bytes
 from ludus.gateway.dialects.messages import MESSAGES
-from ludus.gateway.endpoints import until_disconnect
+from ludus.gateway.endpoints import json_response, until_disconnect
 from ludus.gateway.protocol.bodies import BadRequest, JsonBody
 from ludus.gateway.protocol.detokenize import StreamedText, TextRules
 from ludus.rollouts.agent_session import InvalidRequest, PendingTurn, RolloutEnded
@@ -61,7 +61,7 @@ async def respond(
         live = _LiveReply(dialect, asked, name, text)
         pieces = live.pieces(request, sample)
         if first := await anext(pieces, b""):
-            return _LiveResponse(live, _after(first, pieces), request, commit_all)
+            return _LiveResponse(live, first, pieces, request, commit_all)
         turns = live.turns
     else:
         turns = await until_disconnect(request, sample(asked))
@@ -92,7 +92,7 @@ def described(error: Exception) -> tuple[int, str, str | None]:
     match error:
         case BadRequest():
             return error.status, error.message, error.code
-        case InvalidRequest() | RequestRejected():
+        case InvalidRequest() | RequestRejected() | UserError() | SyncError():
             return _REFUSED, str(error), None
         case RolloutEnded():
             too_long = error.reason in _TOO_LONG
@@ -103,6 +103,15 @@ def described(error: Exception) -> tuple[int, str, str | None]:
         case EngineError():
             return BUSY if isinstance(error, EngineBusy) else _FAILED, str(error), None
     return _FAILED, f"{type(error).__name__}: {error}", None
+
+
+def error_reply(error: Exception, form: Callable[[int, str, str | None], JsonBody]) -> Response:
+    """Return the response to a request that failed; `form` is that of a dialect's errors."""
+    status, message, code = described(error)
+    response = json_response(form(status, message, code), status)
+    if status == BUSY:
+        response.headers["Retry-After"] = "1"
+    return response
 
 
 def _streamed_text(asked: SessionRequest, renderer: Renderer | None) -> StreamedText | None:
@@ -159,10 +168,6 @@ class _LiveReply:
         events = self.dialect.events(self.asked, self.name, self.turns, self.sent)
         return b"".join(event_bytes(*event) for event in events) + self.dialect.end
 
-    def error(self, status: int, message: str, code: str | None) -> bytes:
-        """Return the event of an error after the first byte."""
-        return event_bytes("error", self.dialect.error(status, message, code))
-
 
 class _Reply(Response):
     """A response that awaits `on_sent` before its last byte, unless the client has disconnected.
@@ -188,35 +193,32 @@ class _Reply(Response):
 
 
 class _LiveResponse(_Reply):
-    """A response whose `pieces` are sent while the reply is sampled. An error is its last event, and adds nothing."""
+    """A response whose events are sent while the reply is sampled: the `first` ones, then the `pieces`.
+
+    An error is its last event, and adds nothing.
+    """
 
     def __init__(
         self,
         live: _LiveReply,
+        first: bytes,
         pieces: AsyncIterator[bytes],
         request: Request,
         commit: Callable[[Sequence[PendingTurn]], Awaitable[None]],
     ) -> None:
-        super().__init__(b"", "text/event-stream", request, self._commit)
-        self._live, self._pieces, self._commit_turns = live, pieces, commit
-
-    async def _commit(self) -> None:
-        await self._commit_turns(self._live.turns or ())
+        super().__init__(first, "text/event-stream", request, lambda: commit(live.turns or ()))
+        self._live, self._pieces = live, pieces
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         headers = [(b"content-type", b"text/event-stream; charset=utf-8")]
         await send({"type": "http.response.start", "status": self.status_code, "headers": headers})
+        await send({"type": "http.response.body", "body": bytes(self.body), "more_body": True})
         try:
             async for piece in self._pieces:
                 await send({"type": "http.response.body", "body": piece, "more_body": True})
         except ERRORS as error:
-            await send({"type": "http.response.body", "body": self._live.error(*described(error))})
+            event = event_bytes("error", self._live.dialect.error(*described(error)))
+            await send({"type": "http.response.body", "body": event})
             return
         if self._live.turns is not None:
             await self._finish(send, self._live.rest())
-
-
-async def _after(first: bytes, pieces: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-    yield first
-    async for piece in pieces:
-        yield piece

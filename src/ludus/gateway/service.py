@@ -22,7 +22,7 @@ from ludus.chat.render import TemplateRenderer, Tokenizer
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import LocalEngine, Piece
 from ludus.engines.models.lora import read_adapter
-from ludus.errors import EngineBusy, SyncError, UserError
+from ludus.errors import EngineBusy
 from ludus.gateway.protocol.bodies import BadRequest, Sampling, TokenIds
 from ludus.gateway.protocol.detokenize import TokenNames
 from ludus.types import Completion, SamplingParams
@@ -86,7 +86,7 @@ class AdapterTable:
     async def load(self, name: str, root: str, version: int | None, *, in_place: bool) -> None:
         """Load an adapter from a folder; with `in_place`, replace a loaded adapter of that name.
 
-        If `version` is None, versions count up from 0. If loading fails, raise BadRequest and change nothing.
+        If `version` is None, versions count up from 0. If loading fails, raise UserError or SyncError; nothing changes.
         """
         async with self._lock:
             known = self.by_name.get(name)
@@ -96,11 +96,8 @@ class AdapterTable:
                 version = 0 if known is None else known.version + 1
             self._num_loaded += known is None
             key = f"{name}#{self._num_loaded}" if known is None else known.key
-            try:
-                files = await asyncio.to_thread(read_adapter, Path(root))
-                await self.engine.load_adapter(key, version, files.state, files.scaling)
-            except (UserError, SyncError) as error:
-                raise BadRequest(str(error)) from error
+            files = await asyncio.to_thread(read_adapter, Path(root))
+            await self.engine.load_adapter(key, version, files.state, files.scaling)
             if known is None:
                 self.by_name[name] = GatewayAdapter(name, key, root, version)
             else:

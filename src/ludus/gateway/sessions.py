@@ -38,7 +38,7 @@ from ludus.gateway.dialects.responses import RESPONSES
 from ludus.gateway.endpoints import check_json, check_origin, check_shape, error_response, json_response
 from ludus.gateway.limits import http_server, model_limits, open_socket, url_of
 from ludus.gateway.protocol.bodies import BadRequest, read_body
-from ludus.gateway.replies import BUSY, ERRORS, count_tokens, described, keep_last, respond
+from ludus.gateway.replies import BUSY, ERRORS, count_tokens, error_reply, keep_last, respond
 from ludus.rollouts.agent_runs import TaskOffer
 from ludus.rollouts.agent_session import AgentSession, PendingTurn, RolloutEnded
 from ludus.types import Message, StopReason
@@ -143,23 +143,23 @@ class SessionServer:
 
     def app(self) -> Starlette:
         """Return the application."""
-        posts: list[tuple[str, Dialect, _Act]] = [
-            ("chat/completions", CHAT, partial(self._respond, CHAT)),
-            ("completions", COMPLETIONS, partial(self._respond, COMPLETIONS)),
-            ("responses", RESPONSES, partial(self._respond, RESPONSES)),
-            ("messages", MESSAGES, partial(self._respond, MESSAGES)),
-            ("messages/count_tokens", MESSAGES, self._count),
-            ("reward", CHAT, self._reward),
-            ("done", CHAT, self._done),
-        ]
-        gets: list[tuple[str, Dialect, _Act]] = [
-            (path, CHAT, self._models) for path in ("models", "models/{model:path}")
+        endpoints: list[tuple[str, str, Dialect, _Act]] = [
+            ("POST", "chat/completions", CHAT, partial(self._respond, CHAT)),
+            ("POST", "completions", COMPLETIONS, partial(self._respond, COMPLETIONS)),
+            ("POST", "responses", RESPONSES, partial(self._respond, RESPONSES)),
+            ("POST", "messages", MESSAGES, partial(self._respond, MESSAGES)),
+            ("POST", "messages/count_tokens", MESSAGES, self._count),
+            ("POST", "reward", CHAT, self._reward),
+            ("POST", "done", CHAT, self._done),
+            ("GET", "models", CHAT, self._models),
+            ("GET", "models/{model:path}", CHAT, self._models),
         ]
         routes = [
-            Route(f"{prefix}/{path}", partial(self._guarded, dialect, act), methods=[method])
+            Route(
+                f"{prefix}/{path}", partial(self._answered, dialect, partial(self._in_session, act)), methods=[method]
+            )
             for prefix in ("/s/{key}/v1", "/s/{key}", "/v1", "", "/s/{key}/v1/v1", "/v1/v1")
-            for method, endpoints in (("POST", posts), ("GET", gets))
-            for path, dialect, act in endpoints
+            for method, path, dialect, act in endpoints
         ]
         return Starlette(routes=[*routes, Route("/tasks", self._tasks)])
 
@@ -181,13 +181,8 @@ class SessionServer:
         started.wait(_START_S)
         return url_of(listener)
 
-    async def _guarded(self, dialect: Dialect, act: _Act, request: Request) -> Response:
-        """Answer a request of a known session."""
-
-        async def found(request: Request) -> Response:
-            return await act(request, self._find(request))
-
-        return await self._answered(dialect, found, request)
+    async def _in_session(self, act: _Act, request: Request) -> Response:
+        return await act(request, self._find(request))
 
     async def _answered(
         self, dialect: Dialect, act: Callable[[Request], Awaitable[Response]], request: Request
@@ -197,11 +192,8 @@ class SessionServer:
             check_origin(request)
             return await act(request)
         except ERRORS as error:
-            status, message, code = described(error)
-        response = json_response(dialect.error(status, message, code), status)
-        response.headers["x-should-retry"] = "true" if status == BUSY else "false"
-        if status == BUSY:
-            response.headers["Retry-After"] = "1"
+            response = error_reply(error, dialect.error)
+        response.headers["x-should-retry"] = "true" if response.status_code == BUSY else "false"
         return response
 
     def _find(self, request: Request) -> Served:

@@ -9,8 +9,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
-import signal
 import time
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
@@ -30,7 +28,7 @@ from ludus.rollouts.episode import ChatSession, is_being_cancelled, world_errors
 from ludus.sandbox.local.namespaces import PausableTimeout
 from ludus.tools.notes import Notes
 from ludus.types import Message, Segment, StopReason, Task, Timings, Trajectory
-from ludus.untrusted.worker import close_pipes
+from ludus.untrusted.worker import close_pipes, kill_group
 
 log = logging.getLogger(__name__)
 
@@ -169,12 +167,12 @@ async def run_program(
         async with asyncio.timeout(settings.timeout_s):
             while process.returncode is None:  # `wait` waits for all who hold the pipes, too
                 await asyncio.sleep(0.05)
-            _kill_group(process.pid)  # others that hold its standard output
+            kill_group(process.pid)  # others that hold its standard output
             out, err = await exchange
     except TimeoutError:
         raise AgentError(f"The agent took longer than {settings.timeout_s:g} s.") from None
     finally:
-        _kill_group(process.pid)
+        kill_group(process.pid)
         exchange.cancel()
         with suppress(TimeoutError):  # closing the pipes before the end is known makes asyncio warn
             async with asyncio.timeout(_STOP_S):
@@ -186,11 +184,6 @@ async def run_program(
         raise AgentError(f"The agent exited with {process.returncode}: {tail}")
     text = out.decode(errors="replace").strip()
     return AgentResult(text or None)
-
-
-def _kill_group(number: int) -> None:
-    with suppress(ProcessLookupError):
-        os.killpg(number, signal.SIGKILL)
 
 
 def agent_environment(address: tuple[str, str]) -> dict[str, str]:

@@ -20,14 +20,23 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING
 
-from ludus.chat.recorded_texts import Prompt, RecordedTexts, common_segments, tokens_of
 from ludus.chat.render import Renderer, decode_exactly
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import TOKEN_WATCHERS, seed_for
 from ludus.envs.tool_env import describe_error
 from ludus.errors import EngineError, LudusError, RequestRejected, UserError
-from ludus.rollouts.dialogues.history import RecordedTurn, RecordedTurns, canonical, json_value
-from ludus.rollouts.dialogues.reply_rewards import Place, RewardedReplies
+from ludus.rollouts.dialogues.history import (
+    Place,
+    Prompt,
+    RecordedTexts,
+    RecordedTurn,
+    RecordedTurns,
+    RewardedReplies,
+    canonical,
+    common_segments,
+    json_value,
+    tokens_of,
+)
 from ludus.rollouts.episode import EPISODE_TIMEOUT, ChatSession, EngineChatSession, is_being_cancelled
 from ludus.rollouts.trees import join_rows
 from ludus.sandbox.local.namespaces import PausableTimeout
@@ -114,18 +123,6 @@ class PendingTurn:
     stopped_by: str = ""
     """The stop string of the request that ended the reply."""
 
-    @property
-    def num_prompt_tokens(self) -> int:
-        return len(self.prompt)
-
-    @property
-    def num_tokens(self) -> int:
-        return len(self.tokens)
-
-
-def _clocks() -> tuple[float, float]:
-    return time.time(), time.perf_counter()
-
 
 @dataclass(eq=False)
 class AgentSession(RewardedReplies):
@@ -151,7 +148,7 @@ class AgentSession(RewardedReplies):
     client: AgentClient | None = field(init=False, default=None)
     ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
     timeout: PausableTimeout | None = field(init=False, default=None)
-    started: tuple[float, float] = field(init=False, default_factory=_clocks)  # since the epoch, and `perf_counter`
+    started: tuple[float, float] = field(init=False, default_factory=lambda: (time.time(), time.perf_counter()))
     seconds: list[float] = field(init=False, default_factory=list)
     """Seconds of each committed reply."""
     _rows: list[_Row] = field(init=False, default_factory=list)

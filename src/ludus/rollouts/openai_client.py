@@ -186,12 +186,10 @@ class ChatCompletion:
 class OpenAIClient:
     """Client of a chat-completions server, shared by many dialogues in one event loop.
 
-    Use it as a context manager, or call `close`. A passed `client` stays open; it determines connections and
-    proxies, but not timeout and retries. `sleep` is replaceable in tests.
+    Use it as a context manager, or call `close`. `sleep` is replaceable in tests.
     """
 
     settings: OpenAIClientSettings
-    client: httpx.AsyncClient | None = None
     sleep: Callable[[float], Awaitable[None]] = asyncio.sleep
     usage: TokenUsage = field(init=False, default_factory=TokenUsage)
     accepted: AcceptedFields = field(init=False, default=AcceptedFields())
@@ -200,7 +198,7 @@ class OpenAIClient:
 
     def __post_init__(self) -> None:
         self._slots = asyncio.Semaphore(self.settings.concurrency)
-        self._http = self.client or bounded_client(httpx.Limits(max_connections=self.settings.concurrency))
+        self._http = bounded_client(httpx.Limits(max_connections=self.settings.concurrency))
 
     async def __aenter__(self) -> Self:
         return self
@@ -209,9 +207,8 @@ class OpenAIClient:
         await self.close()
 
     async def close(self) -> None:
-        """Close the connections unless `client` was passed."""
-        if self.client is None:
-            await self._http.aclose()
+        """Close the connections."""
+        await self._http.aclose()
 
     async def chat(
         self,

@@ -17,10 +17,10 @@ import subprocess
 import sys
 import weakref
 from collections.abc import Sequence
-from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from threading import Lock, Thread
+from functools import partial
+from threading import Lock
 from typing import Protocol
 from weakref import WeakKeyDictionary
 
@@ -42,6 +42,7 @@ from ludus.rollouts.reward_process import (
     parts_of,
 )
 from ludus.types import Task, Trajectory
+from ludus.untrusted.worker import run_in_thread
 
 START_S = 120.0
 """Timeout for a process to build its world (s)."""
@@ -92,17 +93,7 @@ class ThreadRewardExecutor:
     async def run(self, verifiers: Verifiers, request: ScoreRequest) -> ScoredEpisode:
         """Return the result of the verifiers. Raises as `RewardExecutor.scored`."""
         async with self._locks.setdefault(asyncio.get_running_loop(), asyncio.Lock()):
-            future: Future[ScoredEpisode] = Future()
-            future.set_running_or_notify_cancel()
-
-            def score() -> None:
-                try:
-                    future.set_result(verifiers.run(request))
-                except BaseException as error:  # boundary: raised in the task that awaits the future
-                    future.set_exception(error)
-
-            Thread(target=score, name="rewards", daemon=True).start()
-            work = asyncio.wrap_future(future)
+            work = asyncio.wrap_future(run_in_thread("rewards", partial(verifiers.run, request)))
             await asyncio.wait({work}, timeout=self.timeout_s)
             if work.done():
                 return work.result()

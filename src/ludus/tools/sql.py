@@ -110,11 +110,6 @@ class Database:
             result, self.image = self._run(text, keep)
         return result
 
-    def tables(self) -> list[str]:
-        """Return the names of the tables in order of creation."""
-        with closing(self._open()) as connection:
-            return _tables(connection)
-
     def describe(self, table: str = "", samples: int = 3) -> str:
         """Describe tables, one line each, or one with sample rows. SqlError names one similar to an unknown one."""
         with closing(self._open()) as connection:

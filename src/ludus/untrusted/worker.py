@@ -77,8 +77,7 @@ class LimitedProcess:
             if select.select([stdout], [], [], _WALL_TIMEOUT_S)[0] and (body := read_frame(stdout)) is not None:
                 return pickle.loads(body)
         self._running = None
-        with suppress(ProcessLookupError):
-            os.killpg(running.pid, signal.SIGKILL)
+        kill_group(running.pid)
         running.communicate()
         return ProcessKilled("the process of a call exited or does not respond")
 
@@ -169,6 +168,12 @@ def _respond(responses: BinaryIO, result: object) -> None:
         body = pickle.dumps(RuntimeError(f"{type(result).__name__}: {result} ({error})"))
     responses.write(frame(body))
     responses.flush()
+
+
+def kill_group(pid: int, number: signal.Signals = signal.SIGKILL) -> None:
+    """Send a signal to the processes of a group, if it has any."""
+    with suppress(ProcessLookupError, PermissionError):
+        os.killpg(pid, number)
 
 
 def close_pipes(process: asyncio.subprocess.Process) -> None:

@@ -6,15 +6,12 @@ unchanged tensor. Both sides compare a digest of the data sent.
 
 from __future__ import annotations
 
-import asyncio
 import socket
-import threading
-from collections.abc import Callable, Mapping
-from concurrent.futures import Future
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from typing import TYPE_CHECKING, Annotated, TypeVar, cast
+from typing import TYPE_CHECKING, Annotated, cast
 
 from pydantic import BaseModel, Field
 
@@ -29,8 +26,6 @@ if TYPE_CHECKING:
 _INDICES, _VALUES = "@places", "@values"
 _EMBEDDINGS, _HEAD = "model.embed_tokens.weight", "lm_head.weight"
 TRAINER = 0
-
-Result = TypeVar("Result")
 
 
 class TransferAddress(BaseModel):
@@ -133,21 +128,6 @@ def join_as_server(place: TransferAddress) -> WeightTransferGroup:
         probe.connect((place.host, place.port))
         address = str(probe.getsockname()[0])  # this machine's on the route to the trainer
     return join_group(store, place.rank, place.count, place.timeout_s, address)
-
-
-async def run_in_thread(work: Callable[[], Result]) -> Result:
-    """Run `work` on a daemon thread, which does not block process exit: gloo calls cannot be cancelled."""
-    future: Future[Result] = Future()
-    future.set_running_or_notify_cancel()
-
-    def run() -> None:
-        try:
-            future.set_result(work())
-        except BaseException as error:  # boundary: re-raised in the awaiting caller
-            future.set_exception(error)
-
-    threading.Thread(target=run, name="ludus-broadcast", daemon=True).start()
-    return await asyncio.wrap_future(future)
 
 
 def receive_tensors(line: WeightTransferGroup, manifest: WeightManifest) -> dict[str, torch.Tensor]:

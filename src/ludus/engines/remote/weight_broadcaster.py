@@ -21,11 +21,11 @@ from ludus.engines.remote.gloo_broadcast import (
     join_group,
     make_manifest,
     open_store,
-    run_in_thread,
     weight_delta,
 )
 from ludus.engines.remote.http_client import HttpStatusError, RemoteEngineSettings, Replica
 from ludus.errors import EngineError
+from ludus.untrusted.worker import run_in_thread
 
 if TYPE_CHECKING:
     import torch
@@ -106,7 +106,8 @@ class Broadcaster:
             else:
                 await replica.send(path, {})
 
-        await asyncio.gather(*map(receive, self.replicas), run_in_thread(partial(group.broadcast, payload.tensors)))
+        sent = run_in_thread("broadcast", partial(group.broadcast, payload.tensors))  # gloo calls cannot be cancelled
+        await asyncio.gather(*map(receive, self.replicas), asyncio.wrap_future(sent))
         self.sent_bytes = sum(t.nbytes for t in payload.tensors.values())
         self._group = None if self._has_left else group
 
@@ -162,10 +163,10 @@ class Broadcaster:
             self._command(replica, "/join_weight_group", place(rank=rank).model_dump())
             for rank, replica in enumerate(self.replicas, 1)
         ]
-        joined = run_in_thread(partial(join_group, store, TRAINER, count, self.timeout_s, self.host))
+        joined = run_in_thread("broadcast", partial(join_group, store, TRAINER, count, self.timeout_s, self.host))
         try:
             async with asyncio.timeout(self.timeout_s):
-                group, _ = await asyncio.gather(joined, asyncio.gather(*calls))
+                group, _ = await asyncio.gather(asyncio.wrap_future(joined), asyncio.gather(*calls))
         except TimeoutError as error:
             raise EngineError(
                 f"Not every server joined the weight transfer group within {self.timeout_s:g} s.",

@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from pydantic import BaseModel, Field
 
 from ludus.engines.base import common_prefix
-from ludus.gateway.protocol.bodies import BadRequest, JsonBody, Sampling, error_body, json_bytes
+from ludus.gateway.protocol.bodies import BadRequest, JsonBody, Sampling, error_body, json_bytes, neutral_values
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
-from ludus.tools.base import DescribedTool, FunctionSchema, ToolSchema, described_tool
-from ludus.types import JSON, Guide, Message, MessageToolCall
+from ludus.tools.base import DescribedTool
+from ludus.types import Action, Guide, Message, MessageToolCall
 
 Event = tuple[str, JsonBody]
 """Name (empty: none) and data of a server-sent event."""
@@ -33,20 +33,6 @@ class SessionRequest:
     echo: Mapping[str, object] = field(default_factory=dict)
 
 
-_UNSUPPORTED: dict[str, Sequence[object]] = {
-    "frequency_penalty": (0,),
-    "presence_penalty": (0,),
-    "logit_bias": ({},),
-    "audio": (),
-    "web_search_options": (),
-    "functions": (),
-    "function_call": ("auto", "none"),
-    "modalities": (["text"],),
-    "suffix": ("",),
-    "best_of": (1,),
-}
-
-
 class SessionSampling(Sampling):
     """Fields of OpenAI's requests of a session: other fields than the refused ones are labels."""
 
@@ -55,18 +41,13 @@ class SessionSampling(Sampling):
     n: int = Field(1, ge=1, le=16)
 
     def check_extra_fields(self) -> None:
-        refuse_fields(self, _UNSUPPORTED)
+        refuse_fields(self, neutral_values("sessions"))
 
     def refuse_set(self, *names: str) -> None:
         """Raise BadRequest for a field that is neither null nor its default."""
         for name, value in self.model_dump(include={*names}).items():
             if value is not None and value != type(self).model_fields[name].default:
                 raise BadRequest(f"{name} is not supported.")
-
-
-def openai_error(status: int, message: str, code: str | None) -> JsonBody:
-    """Return the body of an error as OpenAI's endpoints do."""
-    return error_body(message, status, code)
 
 
 @dataclass(frozen=True)
@@ -91,7 +72,7 @@ class Dialect:
     events: Callable[[SessionRequest, str, Sequence[PendingTurn], Sent], Iterator[Event]]
     begin: Callable[[SessionRequest, str, int], list[Event]]
     delta: Callable[[SessionRequest, str, str, int], Event]
-    error: Callable[[int, str, str | None], JsonBody] = openai_error
+    error: Callable[[int, str, str | None], JsonBody] = error_body
     end: bytes = b""
 
     def content(self, asked: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> tuple[bytes, str]:
@@ -106,19 +87,6 @@ def event_bytes(name: str, data: JsonBody) -> bytes:
     """Return a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
-
-
-def function_tool(name: str, description: str | None, parameters: Mapping[str, JSON] | None) -> DescribedTool:
-    """Return a tool of a request, which the agent executes."""
-    schema: dict[str, JSON] = {"type": "object", "properties": {}}
-    schema |= parameters or {}
-    function = FunctionSchema(name=name, description=description or "", parameters=schema)
-    return described_tool(ToolSchema(type="function", function=function))
-
-
-def function_call(call_id: str, name: str, arguments: str) -> MessageToolCall:
-    """Return a call of an assistant message."""
-    return {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments or "{}"}}
 
 
 def schema_guide(schema: object) -> Guide | None:
@@ -137,6 +105,11 @@ def unsent(content: str, sent: str) -> str:
     """Return the content after the part that was sent."""
     parts = (text[common_prefix(text, sent) :] for text in (content, content.lstrip()))
     return min(parts, key=len)
+
+
+def chat_finish(action: Action) -> str:
+    """Return the finish reason of a reply in chat completions."""
+    return "tool_calls" if action.calls and action.finish_reason == "stop" else action.finish_reason
 
 
 def reply_calls(turn: PendingTurn) -> list[MessageToolCall]:

@@ -12,11 +12,11 @@ from ludus.gateway.dialects.base import (
     Sent,
     SessionRequest,
     SessionSampling,
-    function_tool,
+    chat_finish,
     reply_calls,
     unsent,
 )
-from ludus.gateway.protocol.bodies import ChatRequest, JsonBody, read_body
+from ludus.gateway.protocol.bodies import NO_PARAMETERS, ChatRequest, JsonBody, function_tool, read_body
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 
 
@@ -28,13 +28,13 @@ def parse(raw: bytes, _: Histories) -> SessionRequest:
     """Return the request of a body. Raises BadRequest. Temperature and filters are the trainer's and are ignored."""
     body = read_body(SessionChatRequest, raw)
     body.refuse_set("logprobs", "stop_token_ids", "ignore_eos", "include_stop_str_in_output")
-    tools = body.tools or [] if body.tool_choice != "none" else []
+    tools = [tool.function for tool in body.tools or []] if body.tool_choice != "none" else []
     length = body.max_completion_tokens or body.max_tokens
     limits = ReplyLimits(length, body.stops, body.guide, body.must_call, body.call_of)
     usage = body.stream_options is not None and body.stream_options.include_usage
     return SessionRequest(
         [message.message for message in body.messages],
-        [function_tool(t.function.name, t.function.description, t.function.parameters) for t in tools],
+        [function_tool(t.name, t.description, {**NO_PARAMETERS, **(t.parameters or {})}) for t in tools],
         limits,
         body.n,
         bool(body.stream),
@@ -46,7 +46,7 @@ def parse(raw: bytes, _: Histories) -> SessionRequest:
 def reply(request: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> JsonBody:
     """Return a chat completion."""
     choices: list[JsonBody] = [
-        {"index": i, "message": _message(turn), "logprobs": None, "finish_reason": _reason(turn)}
+        {"index": i, "message": _message(turn), "logprobs": None, "finish_reason": chat_finish(turn.action)}
         for i, turn in enumerate(turns)
     ]
     return _body("chat.completion", request, name, choices) | {"usage": _usage(turns)}
@@ -77,7 +77,7 @@ def events(request: SessionRequest, name: str, turns: Sequence[PendingTurn], sen
                 yield _chunk(request, name, i, {part: message[part]})
         for number, call in enumerate(calls):
             yield _chunk(request, name, i, {"tool_calls": [{"index": number, **call}]})
-        yield _chunk(request, name, i, {}, _reason(turn))
+        yield _chunk(request, name, i, {}, chat_finish(turn.action))
     if request.echo["include_usage"]:
         yield "", _body("chat.completion.chunk", request, name, []) | {"usage": _usage(turns)}
 
@@ -90,13 +90,8 @@ def _message(turn: PendingTurn) -> JsonBody:
     return message | {"tool_calls": calls} if calls else message
 
 
-def _reason(turn: PendingTurn) -> str:
-    finish = turn.action.finish_reason
-    return "tool_calls" if turn.action.calls and finish == "stop" else finish
-
-
 def _usage(turns: Sequence[PendingTurn]) -> JsonBody:
-    prompt, sampled = turns[0].num_prompt_tokens, sum(turn.num_tokens for turn in turns)
+    prompt, sampled = len(turns[0].prompt), sum(len(turn.tokens) for turn in turns)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 

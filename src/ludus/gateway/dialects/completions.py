@@ -76,7 +76,7 @@ def _choice(request: SessionRequest, index: int, turn: PendingTurn) -> JsonBody:
 
 
 def _usage(turns: Sequence[PendingTurn]) -> tuple[int, int]:
-    return turns[0].num_prompt_tokens, sum(turn.num_tokens for turn in turns)
+    return len(turns[0].prompt), sum(len(turn.tokens) for turn in turns)
 
 
 COMPLETIONS = Dialect(parse, reply, events, begin, delta, end=b"data: [DONE]\n\n")

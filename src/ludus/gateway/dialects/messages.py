@@ -8,19 +8,18 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from ludus.chat.parse_json import tool_call
 from ludus.gateway.dialects.base import (
     Dialect,
     Event,
     Histories,
     Sent,
     SessionRequest,
-    function_call,
-    function_tool,
     reply_calls,
     schema_guide,
     unsent,
 )
-from ludus.gateway.protocol.bodies import BadRequest, JsonBody, read_body
+from ludus.gateway.protocol.bodies import NO_PARAMETERS, BadRequest, JsonBody, function_tool, read_body
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 from ludus.types import Message
 
@@ -36,8 +35,6 @@ _ERRORS = {
 class _Block(BaseModel):
     """Any content block; the fields depend on its type."""
 
-    model_config = ConfigDict(extra="ignore")
-
     type: str
     text: str = ""
     thinking: str = ""
@@ -52,15 +49,11 @@ Content = str | Annotated[list[_Block], Field(fail_fast=True)]
 
 
 class _Said(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     role: Literal["system", "user", "assistant"]
     content: Content
 
 
 class _Tool(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     name: str
     type: str | None = None
     description: str | None = None
@@ -68,29 +61,25 @@ class _Tool(BaseModel):
 
 
 class _Choice(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     type: Literal["auto", "none", "any", "tool"]
     name: str = ""
 
 
 class _Format(BaseModel):
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=())
 
     type: Literal["json_schema"]
     schema_: dict[str, JsonValue] = Field(alias="schema")
 
 
 class _OutputConfig(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     format: _Format | None = None
 
 
 class MessagesRequest(BaseModel):
     """Body of `/v1/messages`; other fields are labels. `output_format` is an older name of `output_config.format`."""
 
-    model_config = ConfigDict(extra="ignore", hide_input_in_errors=True)
+    model_config = ConfigDict(hide_input_in_errors=True)
 
     messages: Annotated[list[_Said], Field(fail_fast=True, min_length=1)]
     model: str = "policy"
@@ -119,7 +108,7 @@ def parse(raw: bytes, _: Histories) -> SessionRequest:
     limits = ReplyLimits(body.max_tokens, tuple(body.stop_sequences or ()), guide, must_call, choice.name)
     return SessionRequest(
         messages,
-        [function_tool(tool.name, tool.description, tool.input_schema) for tool in tools],
+        [function_tool(tool.name, tool.description, {**NO_PARAMETERS, **(tool.input_schema or {})}) for tool in tools],
         limits,
         1,
         bool(body.stream),
@@ -137,7 +126,7 @@ def _messages(said: _Said) -> Iterator[Message]:
         message = Message(role="assistant", content=_text([one for one in blocks if one.type == "text"]))
         if thought := "".join(one.thinking for one in blocks if one.type == "thinking"):
             message["reasoning_content"] = thought
-        calls = [function_call(one.id, one.name, json.dumps(one.input)) for one in blocks if one.type == "tool_use"]
+        calls = [tool_call(one.id, one.name, json.dumps(one.input)) for one in blocks if one.type == "tool_use"]
         if calls:
             message["tool_calls"] = calls
         yield message
@@ -161,7 +150,7 @@ def _text(content: str | Sequence[_Block]) -> str:
 def reply(request: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> JsonBody:
     """Return a message."""
     (turn,) = turns
-    usage = turn.num_prompt_tokens, turn.num_tokens
+    usage = len(turn.prompt), len(turn.tokens)
     return _message(request, name, _stop(turn), usage) | {"content": _blocks(turn)}
 
 
@@ -185,7 +174,7 @@ def events(request: SessionRequest, name: str, turns: Sequence[PendingTurn], sen
             yield delta(request, name, rest, sent.num)
         yield _block_event("stop", 0)
     else:
-        yield _start(request, name, turn.num_prompt_tokens)
+        yield _start(request, name, len(turn.prompt))
     for index, block in list(enumerate(blocks))[1 if sent.text else 0 :]:
         empty, part = _delta(block)
         yield _block_event("start", index, content_block=empty)
@@ -193,7 +182,7 @@ def events(request: SessionRequest, name: str, turns: Sequence[PendingTurn], sen
         yield _block_event("stop", index)
     reason, stop = _stop(turn)
     end: JsonBody = {"delta": {"stop_reason": reason, "stop_sequence": stop}}
-    yield "message_delta", {"type": "message_delta", **end, "usage": {"output_tokens": turn.num_tokens}}
+    yield "message_delta", {"type": "message_delta", **end, "usage": {"output_tokens": len(turn.tokens)}}
     yield "message_stop", {"type": "message_stop"}
 
 

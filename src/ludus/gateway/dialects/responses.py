@@ -9,36 +9,26 @@ from typing import Annotated, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, JsonValue
 
+from ludus.chat.parse_json import tool_call
 from ludus.gateway.dialects.base import (
     Dialect,
     Event,
     Histories,
     Sent,
     SessionRequest,
-    function_call,
-    function_tool,
     refuse_fields,
     reply_calls,
     schema_guide,
     unsent,
 )
-from ludus.gateway.protocol.bodies import BadRequest, JsonBody, read_body
+from ludus.gateway.protocol.bodies import NO_PARAMETERS, BadRequest, JsonBody, function_tool, neutral_values, read_body
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 from ludus.types import Action, Message
 
-_UNSUPPORTED: dict[str, Sequence[object]] = {
-    "background": (False,),
-    "conversation": (),
-    "prompt": (),
-    "top_logprobs": (0,),
-    "max_tool_calls": (),
-}
 _TEXTS = frozenset({"input_text", "output_text", "text", "reasoning_text", "summary_text", "refusal"})
 
 
 class _Part(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     type: str
     text: str | None = None
     refusal: str | None = None
@@ -46,8 +36,6 @@ class _Part(BaseModel):
 
 class _Item(BaseModel):
     """Any item of the input; the fields depend on its type."""
-
-    model_config = ConfigDict(extra="ignore")
 
     type: str = "message"
     role: Literal["system", "developer", "user", "assistant"] = "user"
@@ -60,8 +48,6 @@ class _Item(BaseModel):
 
 
 class _Tool(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     type: str
     name: str = ""
     description: str | None = None
@@ -69,15 +55,13 @@ class _Tool(BaseModel):
 
 
 class _Format(BaseModel):
-    model_config = ConfigDict(extra="ignore", protected_namespaces=())
+    model_config = ConfigDict(protected_namespaces=())
 
     type: Literal["text", "json_object", "json_schema"] = "text"
     schema_: dict[str, JsonValue] | None = Field(None, alias="schema")
 
 
 class _Text(BaseModel):
-    model_config = ConfigDict(extra="ignore")
-
     format: _Format | None = None
 
 
@@ -105,7 +89,7 @@ class ResponsesRequest(BaseModel):
 def parse(raw: bytes, histories: Histories) -> SessionRequest:
     """Return the request of a body. Raises BadRequest. Tools of other types than functions are left out."""
     body = read_body(ResponsesRequest, raw)
-    refuse_fields(body, _UNSUPPORTED)
+    refuse_fields(body, neutral_values("responses"))
     before = list(histories.get(body.previous_response_id or "", ()))
     if body.previous_response_id and not before:
         raise BadRequest(f"The response {body.previous_response_id[:80]!r} is unknown.", 404)
@@ -127,7 +111,7 @@ def parse(raw: bytes, histories: Histories) -> SessionRequest:
     }
     return SessionRequest(
         [*before, *_messages(items)],
-        [function_tool(tool.name, tool.description, tool.parameters) for tool in tools],
+        [function_tool(tool.name, tool.description, {**NO_PARAMETERS, **(tool.parameters or {})}) for tool in tools],
         ReplyLimits(body.max_output_tokens, (), schema_guide(schema), bool(named) or choice == "required", named),
         1,
         bool(body.stream),
@@ -149,7 +133,7 @@ def _messages(items: Sequence[_Item]) -> Iterator[Message]:
             continue
         said = said or Message(role="assistant", content="")
         if item.type == "function_call":
-            said.setdefault("tool_calls", []).append(function_call(item.call_id, item.name, item.arguments or ""))
+            said.setdefault("tool_calls", []).append(tool_call(item.call_id, item.name, item.arguments or "{}"))
         elif item.type == "message":
             said["content"] += _text(item.content)
         elif thought := _text(item.content) or _text(item.summary):
@@ -276,7 +260,7 @@ def _output(name: str, turn: PendingTurn, *, has_text: bool = False) -> list[Jso
 
 def _response(request: SessionRequest, name: str, turn: PendingTurn, output: list[JsonBody]) -> JsonBody:
     cut = turn.action.finish_reason == "length"
-    prompt, sampled = turn.num_prompt_tokens, turn.num_tokens
+    prompt, sampled = len(turn.prompt), len(turn.tokens)
     return {
         "id": f"resp_{name}",
         "object": "response",

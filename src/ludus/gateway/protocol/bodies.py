@@ -11,7 +11,7 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cache
 from importlib.resources import files
 from itertools import accumulate, groupby
@@ -28,8 +28,9 @@ from pydantic import (
     model_validator,
 )
 
-from ludus.tools.base import FunctionSchema, ToolSchema
-from ludus.types import MAX_TOP_LOGPROBS, PARAM_BOUNDS, FunctionCall, Guide, Message, MessageToolCall, SamplingParams
+from ludus.chat.parse_json import tool_call
+from ludus.tools.base import DescribedTool, FunctionSchema, ToolSchema, described_tool
+from ludus.types import MAX_TOP_LOGPROBS, PARAM_BOUNDS, Guide, Message, SamplingParams
 
 _LABELS = frozenset({"user", "metadata", "store", "service_tier", "priority", "session_id", "cache_salt"})
 _NUM_CHOICES, _NUM_STOPS, _NUM_STOP_IDS, _MAX_GUIDE_CHARS = 128, 64, 1024, 2**16
@@ -50,16 +51,14 @@ class BadRequest(ValueError):
 
 
 @cache
-def _neutral_values() -> dict[str, list[object]]:
-    """Return the neutral values of unsupported fields, besides null."""
-    values: dict[str, list[object]] = json.loads((files(__package__) / "neutral.json").read_text("utf-8"))
-    return values
+def neutral_values(kind: str) -> Mapping[str, Sequence[object]]:
+    """Return the neutral values, besides null, of the unsupported fields of a kind of request."""
+    values: dict[str, dict[str, list[object]]] = json.loads((files(__package__) / "neutral.json").read_text("utf-8"))
+    return values[kind]
 
 
 class StreamOptions(BaseModel):
     """`include_usage` requests a last chunk with token counts."""
-
-    model_config = ConfigDict(extra="ignore")
 
     include_usage: bool = False
 
@@ -140,10 +139,11 @@ class Sampling(BaseModel):
 
     def check_extra_fields(self) -> None:
         """Raise ValueError for an unknown field, and for an unsupported one without its neutral value."""
+        neutral = neutral_values("completions")
         for name, value in (self.__pydantic_extra__ or {}).items():
-            if name in _LABELS or value is None or value in _neutral_values().get(name, []):
+            if name in _LABELS or value is None or value in neutral.get(name, ()):
                 continue
-            if name in _neutral_values():
+            if name in neutral:
                 raise ValueError(f"{name} = {json.dumps(value)[:80]} is not supported")
             raise ValueError(f"{name[:80]} is not a field of this request")
 
@@ -241,8 +241,6 @@ class _Part(BaseModel):
 class ChatMessage(BaseModel):
     """One chat message. Its content may be null or a list of texts."""
 
-    model_config = ConfigDict(extra="ignore")
-
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[_Part], Field(fail_fast=True)] | None = None
     reasoning_content: str | None = Field(None, validation_alias=AliasChoices("reasoning_content", "reasoning"))
@@ -262,8 +260,20 @@ class ChatMessage(BaseModel):
         if self.name is not None:
             message["name"] = self.name
         if self.tool_calls:
-            message["tool_calls"] = [_message_call(call) for call in self.tool_calls]
+            message["tool_calls"] = [
+                tool_call(call.id or "", call.function.name, call.function.arguments or "{}")
+                for call in self.tool_calls
+            ]
         return message
+
+
+NO_PARAMETERS: Mapping[str, JsonValue] = {"type": "object", "properties": {}}
+
+
+def function_tool(name: str, description: str | None, parameters: Mapping[str, JsonValue]) -> DescribedTool:
+    """Return a tool of a request, which its client executes."""
+    function = FunctionSchema(name=name, description=description or "", parameters=dict(parameters))
+    return described_tool(ToolSchema(type="function", function=function))
 
 
 class _ToolFunction(BaseModel):
@@ -279,11 +289,9 @@ class ChatTool(BaseModel):
     function: _ToolFunction
 
     @property
-    def schema_(self) -> ToolSchema:
+    def described(self) -> DescribedTool:
         tool = self.function
-        parameters = {"type": "object", "properties": {}} if tool.parameters is None else dict(tool.parameters)
-        function = FunctionSchema(name=tool.name, description=tool.description or "", parameters=parameters)
-        return ToolSchema(type="function", function=function)
+        return function_tool(tool.name, tool.description, NO_PARAMETERS if tool.parameters is None else tool.parameters)
 
 
 class _ToolName(BaseModel):
@@ -335,11 +343,6 @@ def read_body(kind: type[RequestBody], body: bytes) -> RequestBody:
         raise BadRequest(f"{field_path}: {message}." if field_path else f"{message}.") from None
 
 
-def _message_call(call: _Call) -> MessageToolCall:
-    function: FunctionCall = {"name": call.function.name, "arguments": call.function.arguments or "{}"}
-    return {"id": call.id or "", "type": "function", "function": function}
-
-
 def check_calls(messages: Sequence[Message]) -> None:
     """Raise BadRequest if the arguments of a call in the history are not a JSON object."""
     for call in (call for message in messages for call in message.get("tool_calls", [])):
@@ -384,8 +387,8 @@ def version_spans(versions: Sequence[int]) -> list[JsonBody]:
     ]
 
 
-def error_body(message: str, status: int, code: str | None = None) -> JsonBody:
-    """Return the body of an error response; `code` is a machine-readable reason, by default the status."""
+def error_body(status: int, message: str, code: str | None = None) -> JsonBody:
+    """Return the body of an error response of OpenAI; `code` is a machine-readable reason, by default the status."""
     kind = "invalid_request_error" if status < 500 else "server_error"
     return {"error": {"message": message, "type": kind, "param": None, "code": code or status}}
 

@@ -1,4 +1,4 @@
-"""Recorded turns, found by the messages of a later request.
+"""The recorded replies of a session: turns, found by the messages of a later request; text prompts; rewards.
 
 Messages are equal if their roles, texts without outer blanks, and calls as JSON values are. A client may also write on
 behind a reply that did not end its turn, for example after a stop string.
@@ -10,9 +10,15 @@ import hashlib
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from math import isfinite
 
+from ludus.chat.render import Renderer, Tokenizer, decode_exactly
 from ludus.tools.base import Tool
-from ludus.types import JSON, Message
+from ludus.types import JSON, Message, Segment
+
+Prompt = str | tuple[int, ...]
+Place = tuple[int, int]
+"""A row of a rollout, and the number of its segments up to a reply."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,3 +119,77 @@ def _best(turns: Sequence[RecordedTurn], given: Message) -> RecordedTurn:
         return ids[0] == ids[1], turn.reply.get("reasoning_content") == given.get("reasoning_content")
 
     return max(reversed(turns), key=agreement)
+
+
+@dataclass
+class RecordedTexts:
+    """The recorded tokens of each prompt that no template renders, with its reply."""
+
+    _tokens: dict[str, tuple[int, ...]] = field(default_factory=dict)
+
+    def read(self, prompt: Prompt, tokenizer: Tokenizer) -> tuple[str, tuple[int, ...]]:
+        """Return a prompt as text and tokens; those of the longest recorded text that it begins with are recorded."""
+        if not isinstance(prompt, str):
+            return decode_exactly(tokenizer, prompt), prompt
+        known = max((text for text in self._tokens if prompt.startswith(text)), key=len, default="")
+        rest = tokenizer.encode(prompt[len(known) :], add_special_tokens=not known)
+        return prompt, (*self._tokens.get(known, ()), *rest)
+
+    def add(self, prompt: str, segments: Sequence[Segment], renderer: Renderer) -> None:
+        """Record a prompt and its reply, the last segment, with and without the end-of-turn token."""
+        tokens, sampled = tokens_of(segments), segments[-1].tokens
+        for num in {0, int(not {*sampled[-1:]}.isdisjoint(renderer.stop_token_ids))}:
+            reply = decode_exactly(renderer.tokenizer, sampled[: len(sampled) - num])
+            self._tokens[prompt + reply] = tokens[: len(tokens) - num]
+
+
+def tokens_of(segments: Sequence[Segment]) -> tuple[int, ...]:
+    """Return the tokens of segments."""
+    return tuple(token for segment in segments for token in segment.tokens)
+
+
+def common_segments(segments: Sequence[Segment], tokens: tuple[int, ...]) -> Sequence[Segment]:
+    """Return the first segments, as many as the tokens begin with."""
+    start = 0
+    for number, segment in enumerate(segments):
+        end = start + len(segment.tokens)
+        if tokens[start:end] != segment.tokens:
+            return segments[:number]
+        start = end
+    return segments
+
+
+@dataclass(eq=False)
+class RewardedReplies:
+    """The replies of a rollout, which an agent may reward."""
+
+    rewards_by_place: dict[Place, float] = field(init=False, default_factory=dict)
+    _places: dict[str, Sequence[Place]] = field(init=False, default_factory=dict)
+    _messages: list[tuple[Message, Place]] = field(init=False, default_factory=list)
+
+    def add_response(self, name: str, places: Sequence[Place]) -> None:
+        """Record the choices of a response, whose id ends with `name`."""
+        self._places[name] = places
+
+    def add_message(self, message: Message, place: Place) -> None:
+        """Record a message, which the agent passes to `reward_reply` as it is."""
+        self._messages.append((message, place))
+
+    def reward_reply(self, reply: Message | str, reward: float, index: int | None = None) -> None:
+        """Set the reward of a message of `chat`, or of a response by its id: its choice `index`, if it has several.
+
+        The last call for a reply counts. Raises LookupError if the rollout has no such reply, and ValueError.
+        """
+        if isinstance(reply, str):
+            places = self._places.get(reply.replace("_", "-").rpartition("-")[2])
+        else:
+            places = next(([place] for message, place in self._messages if message is reply), None)
+        if places is None:
+            raise LookupError(f"The rollout has no reply {str(reply)[:80]!r}.")
+        if index is None and len(places) > 1:
+            raise ValueError(f"The reply has {len(places)} choices; set index.")
+        if not 0 <= (index or 0) < len(places):
+            raise LookupError(f"The reply {str(reply)[:80]!r} has no choice {index}.")
+        if not isfinite(reward):
+            raise ValueError(f"The reward {reward} is not a finite number.")
+        self.rewards_by_place[places[index or 0]] = float(reward)

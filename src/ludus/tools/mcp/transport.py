@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import os
 import re
 import signal
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -23,7 +22,7 @@ import anyio
 
 from ludus.types import JSON
 from ludus.untrusted.replies import PLAIN
-from ludus.untrusted.worker import LimitExceeded, call_bounded, close_pipes
+from ludus.untrusted.worker import LimitExceeded, call_bounded, close_pipes, kill_group
 
 if TYPE_CHECKING:
     import httpx2
@@ -282,8 +281,8 @@ async def _stop(process: asyncio.subprocess.Process) -> None:
     for number in (signal.SIGTERM, signal.SIGKILL):
         if await _has_ended(process):
             break
-        _kill_group(process, number)
-    _kill_group(process, signal.SIGKILL)
+        kill_group(process.pid, number)
+    kill_group(process.pid)
     await _has_ended(process)
     close_pipes(process)
 
@@ -295,11 +294,6 @@ async def _has_ended(process: asyncio.subprocess.Process) -> bool:
             return True
         await asyncio.sleep(_POLL_S)
     return False
-
-
-def _kill_group(process: asyncio.subprocess.Process, number: int) -> None:
-    with suppress(ProcessLookupError, PermissionError):
-        os.killpg(process.pid, number)
 
 
 def filtered_client(headers: Mapping[str, str], filters: MessageFilter) -> httpx2.AsyncClient:
