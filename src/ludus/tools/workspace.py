@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Final, TypeVar
 
 from ludus.errors import LudusError, UserError, WorldError
-from ludus.sandbox.base import MIB, FileChange, Limits, Outcome, Sandbox, SandboxSession, SessionKind, Snapshot
+from ludus.sandbox.base import MIB, FileChange, Limits, Outcome, Process, Sandbox, SandboxSession, SessionKind, Snapshot
 from ludus.tools.base import Tool, ToolError, ToolFunction, Traits, tool
 
 WAIT_S: Final = 50.0  # margin of a tool's timeout over the sandbox's time limit (s), since calls of an episode queue
@@ -56,9 +56,17 @@ class Workspace:
         """Return all files of the folder. Raises ToolError."""
         return await self._run_shielded(lambda session: session.snapshot())
 
+    async def processes(self) -> tuple[Process, ...]:
+        """Return the session's processes. Raises ToolError."""
+        return await self._run_shielded(lambda session: session.processes())
+
     async def write(self, files: Mapping[str, bytes]) -> None:
         """Write files to the folder; other files are unchanged. Raises ToolError."""
         await self._run_shielded(lambda session: session.write(files))
+
+    async def restore(self, snapshot: Snapshot) -> None:
+        """Replace all files of the folder. Raises ToolError."""
+        await self._run_shielded(lambda session: session.restore(snapshot))
 
     async def change(self, edit: Callable[[Snapshot], Snapshot]) -> None:
         """Edit the files atomically and write back the differences.
