@@ -58,11 +58,7 @@ def test_tools_write_read_and_search_in_the_order_of_the_calls():
 
 def test_limits_are_errors_that_say_what_to_do():
     notes = Notes({"a": "1"}, max_notes=2, max_chars=5)
-
-    def write(title, text):
-        return asyncio.run(notes.write(title, text))
-
-    write("b", "12345")
+    notes.write("b", "12345")
     for title, text, error in (
         ("c", "1", "there are 2 notes, the maximum: replace one"),
         ("b", "123456", "has 6 characters, more than 5"),
@@ -70,10 +66,10 @@ def test_limits_are_errors_that_say_what_to_do():
         (" ", "1", "a title has 1 to 100 characters"),
     ):
         with pytest.raises(ToolError, match=error):
-            write(title, text)
-    write("a", "2")
-    write("b", "")
-    write("c", "1")
+            notes.write(title, text)
+    notes.write("a", "2")
+    notes.write("b", "")
+    notes.write("c", "1")
     assert notes.texts == {"a": "2", "c": "1"}
 
 

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ludus.errors import did_you_mean
-from ludus.tools.base import Tool, ToolError, ToolFunction, Traits, tool
+from ludus.tools.base import Tool, ToolError, Traits, tool
 
 MAX_TITLE = 100
 """Maximum characters of a title."""
@@ -22,7 +22,7 @@ class Notes:
     """Notes by title, each of at most `max_chars` characters, and at most `max_notes` of them.
 
     `earlier` are the notes at the start of the episode. `written` are the texts that were written in it; an empty one
-    removes a note. The methods raise ToolError; their docstrings describe the tools to the model.
+    removes a note.
     """
 
     earlier: Mapping[str, str] = field(default_factory=dict)
@@ -35,13 +35,8 @@ class Notes:
         """The notes, in the order in which they were first written."""
         return merged(self.earlier, self.written)
 
-    async def write(self, title: str, text: str) -> str:
-        """Write a note for later. It replaces the note of the same title.
-
-        Args:
-            title: a short name of the note.
-            text: the note; an empty text removes it.
-        """
+    def write(self, title: str, text: str) -> str:
+        """Set the text of a note. Raises ToolError if it exceeds a limit."""
         texts, title = self.texts, title.strip()
         if not 0 < len(title) <= MAX_TITLE:
             raise ToolError(f"a title has 1 to {MAX_TITLE} characters")
@@ -52,23 +47,15 @@ class Notes:
         self.written[title] = text
         return "saved" if text else "removed"
 
-    async def read(self, title: str) -> str:
-        """Return the text of a note.
-
-        Args:
-            title: the name of the note.
-        """
+    def read(self, title: str) -> str:
+        """Return the text of a note. Raises ToolError, with similar titles, if there is none."""
         texts, title = self.texts, title.strip()
         if title not in texts:
             raise ToolError(f"the note {title!r} does not exist. {did_you_mean(title, texts)}".strip())
         return texts[title]
 
-    async def search(self, query: str) -> str:
-        """Search the notes by words. An empty query lists all titles.
-
-        Args:
-            query: the words to look for.
-        """
+    def search(self, query: str) -> str:
+        """Return titles and beginnings of the notes with the most words of the query; all titles without a word."""
         texts, words = self.texts, _words(query)
         if not words:
             return "\n".join(texts) or "there are no notes"
@@ -87,7 +74,32 @@ def merged(texts: Mapping[str, str], written: Mapping[str, str]) -> dict[str, st
 
 
 def notes_tools(notes: Notes) -> Sequence[Tool]:
-    """Return the methods of an episode's notes as tools: coroutines, so that calls of one turn run in order."""
-    methods: Mapping[str, ToolFunction]
-    methods = {"note_write": notes.write, "note_read": notes.read, "note_search": notes.search}
-    return [tool(name=name, traits=Traits(latency="instant"))(method) for name, method in methods.items()]
+    """Return the tools of an episode's notes. They are coroutines, so that calls of one turn run in order."""
+
+    async def note_write(title: str, text: str) -> str:
+        """Write a note for later. It replaces the note of the same title.
+
+        Args:
+            title: a short name of the note.
+            text: the note; an empty text removes it.
+        """
+        return notes.write(title, text)
+
+    async def note_read(title: str) -> str:
+        """Return the text of a note.
+
+        Args:
+            title: the name of the note.
+        """
+        return notes.read(title)
+
+    async def note_search(query: str) -> str:
+        """Search the notes by words. An empty query lists all titles.
+
+        Args:
+            query: the words to look for.
+        """
+        return notes.search(query)
+
+    instant = tool(traits=Traits(latency="instant"))
+    return [instant(note_write), instant(note_read), instant(note_search)]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import TYPE_CHECKING, Literal, TypeVar, cast
+from typing import TYPE_CHECKING, Literal, Protocol, TypeVar, cast
 
 import torch
 from torch import Tensor, distributed, nn
@@ -149,6 +149,10 @@ _FORWARD_METHOD = "ludus_forward"
 """Method of a sharded model during which its weights are unsharded."""
 
 
+class _ShardedModel(Protocol):
+    def ludus_forward(self, work: Callable[[], T]) -> T: ...
+
+
 def shard(model: nn.Module, mesh: DeviceMesh) -> None:
     """Shard weights, equal on all ranks, in place: after copies, before optimizers. Raises UserError without layers."""
     from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard, register_fsdp_forward_method
@@ -178,7 +182,7 @@ def is_dtensor(tensor: Tensor) -> bool:
 
 def run_as_forward(model: nn.Module, work: Callable[[], T]) -> T:
     """Run `work` as the forward pass of `model`, with unsharded weights, also in the backward pass of its result."""
-    return cast(T, getattr(model, _FORWARD_METHOD)(work)) if is_sharded(model) else work()
+    return cast(_ShardedModel, model).ludus_forward(work) if is_sharded(model) else work()
 
 
 def decoder_layers(model: nn.Module) -> list[nn.Module]:
