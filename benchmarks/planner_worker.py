@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
@@ -34,7 +35,7 @@ from ludus.types import Message
 from ludus.worlds.search.questions import SearchQuestion, all_questions
 from ludus.worlds.search.world import SearchWorld
 
-WORKERS, TOKENS = 3, 256
+WORKERS, TOKENS = 3, 320
 """Subtasks of a rollout, and the tokens of each of its dialogues."""
 TURNS = {"planner": WORKERS + 1, "worker": 3}
 SUBAGENTS = {"max_depth": 1, "max_per_agent": WORKERS, "max_turns": TURNS["worker"], "exclusive": True}
@@ -55,7 +56,6 @@ ASKED = {
     "currency": "What is the currency of {}?",
 }
 """The subtask that finds a relation of an entity."""
-Searched = tuple[Message, Message]
 SAMPLINGS = {"greedy": "greedy", "t1": "sampled at 1"}
 
 
@@ -81,10 +81,10 @@ def split(dialogue: Dialogue, question: SearchQuestion, delegate: Tool) -> Itera
     """
     system, user, *rest, answer = dialogue.messages
     hops = {f"Find the {hop.relation}.": hop for hop in question.hops}
-    searches: dict[str, list[Searched]] = {}
-    waiting: list[Searched] = []
+    searches: dict[str, list[Message]] = {}
+    waiting: list[Message] = []
     for call, found in zip(rest[::2], rest[1::2], strict=True):
-        waiting.append((call, found))
+        waiting += call, found
         thought = call.get("reasoning_content", "")
         if thought in hops:  # an irrelevant search belongs to the subtask after it
             searches.setdefault(thought, []).extend(waiting)
@@ -96,17 +96,8 @@ def split(dialogue: Dialogue, question: SearchQuestion, delegate: Tool) -> Itera
         value = str(answer["content"]) if is_last else hop.value
         planned += tool_turn(place, DELEGATE, {"task": subtask}, value, reasoning=thought)
         asked = Message(role="user", content=subtask)
-        yield Dialogue((system, asked, *renumbered(pairs), assistant(value)), dialogue.tools)
+        yield Dialogue((system, asked, *pairs, assistant(value)), dialogue.tools)
     yield Dialogue((system, user, *planned, answer), (delegate,))
-
-
-def renumbered(searches: Sequence[Searched]) -> Iterator[Message]:
-    """Yield the messages of searches with the call ids of a dialogue that begins with them."""
-    for turn, (call, found) in enumerate(searches):
-        function = call["tool_calls"][0]["function"]
-        arguments = json.loads(function["arguments"])
-        thought = call.get("reasoning_content", "")
-        yield from tool_turn(turn, function["name"], arguments, str(found["content"]), reasoning=thought)
 
 
 def write_dialogues(path: Path, arm: str, num: int) -> None:
@@ -124,13 +115,21 @@ def write_dialogues(path: Path, arm: str, num: int) -> None:
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
+def packaged(folder: Path) -> Path:
+    """Return a copy of the packaged cold start whose context is the limit of `single`; its positions are rotary."""
+    path = folder / "packaged"
+    shutil.copytree(recipe_folder("search") / "cold_start", path, dirs_exist_ok=True)
+    config = json.loads((path / "config.json").read_text()) | {"max_position_embeddings": (1 + WORKERS) * TOKENS}
+    (path / "config.json").write_text(json.dumps(config))
+    return path
+
+
 def fine_tuned(args: argparse.Namespace, arm: str) -> list[str]:
     """Return the settings that start from an arm's fine-tuned model; train it if missing."""
     path, data = args.folder / f"sft-{arm}", args.folder / f"{arm}.jsonl"
     if not (path / "done").is_file():
         write_dialogues(data, arm, args.demonstrations)
-        packaged = recipe_folder("search") / "cold_start"
-        words = ["search", "--run.dir", str(path), "--run.threads", "1", "--model.path", str(packaged)]
+        words = ["search", "--run.dir", str(path), "--run.threads", "1", "--model.path", str(packaged(args.folder))]
         words += ["--sft.data", str(data), "--sft.steps", str(args.sft_steps), "--sft.warmup_steps", "10"]
         words += ["--sft.learning_rate", "1e-3"]
         subprocess.run([sys.executable, "-m", "ludus", "sft", *words], check=True, stdout=subprocess.DEVNULL)
