@@ -177,7 +177,8 @@ def points(found: list[Evaluation], other: list[Evaluation]) -> str:
 def costs(paths: Mapping[str, Sequence[Path]]) -> str:
     """Return a table of the tokens and seconds of the RL steps, means over steps and seeds."""
     columns = {
-        "dialogues per rollout": ("metrics.jsonl", "agent/rows/mean"),
+        "calls per rollout": ("metrics.jsonl", "tools/calls_per_episode"),
+        "failed calls": ("metrics.jsonl", "tools/error_rate"),
         "turns": ("metrics.jsonl", "turns/mean"),
         "sampled tokens": ("metrics.jsonl", "response_length/mean"),
         "all tokens": ("metrics.jsonl", "length/total_tokens/mean"),
@@ -189,7 +190,7 @@ def costs(paths: Mapping[str, Sequence[Path]]) -> str:
         for file, name in columns.values():
             # the last step also evaluates
             each = [row.metrics[name] for path in found for row in read_metrics(path / file)[:-1]]
-            values.append(f"{sum(each) / len(each):,.1f}")
+            values.append(f"{sum(each) / len(each):,.2f}")
         lines.append(f"| {arm} | {' | '.join(values)} |")
     return "\n".join(lines)
 
