@@ -1,4 +1,4 @@
-"""Compare a planner with workers and a single agent on the recipe search, trained by RL from equal beginnings.
+"""Compare a planner with workers and a single agent on the recipe search, trained by RL.
 
     python benchmarks/planner_worker.py
 
@@ -199,8 +199,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train and evaluate what is missing, and print the tables."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path(".bench/planner_worker"))
-    parser.add_argument("--demonstrations", type=int, default=4000)
-    parser.add_argument("--sft-steps", type=int, default=150)
+    parser.add_argument("--demonstrations", type=int, default=5000)
+    parser.add_argument("--sft-steps", type=int, default=300)
     parser.add_argument("--steps", type=int, default=30)
     parser.add_argument("--prompts", type=int, default=8, help="tasks of an RL step")
     parser.add_argument("--seeds", type=int, default=3)
