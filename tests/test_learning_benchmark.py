@@ -8,8 +8,11 @@ from types import SimpleNamespace
 
 import pytest
 
+from ludus.envs.messages import assistant, tool_turn
+from ludus.envs.tool_world import Dialogue
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan
 from ludus.training.datasets.files import read_dialogues
+from ludus.worlds.search.questions import Hop, SearchQuestion
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
 TASKS = tuple(f"test:{i}" for i in range(200))
@@ -103,3 +106,49 @@ def test_table_of_long_episodes_compares_arms_with_the_cold_start_and_with_train
     assert masked[5].startswith("+10.0 [")
     assert masked[6].startswith("-35.0 [")
     assert masked[-1] == "1,000"
+
+
+def test_dialogues_of_planner_and_workers_keep_the_searches_and_mistakes_of_the_single_agent(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    planner_worker = importlib.import_module("planner_worker")
+    hops = (
+        Hop("city", "Teuge Airport", "Teuge Airport", "Deventer", (), "Teuge Airport serves Deventer."),
+        Hop("country", "Deventer", "Deventer city country", "Netherlands", (), "Deventer is in the Netherlands."),
+        Hop("capital", "Netherlands", "Netherlands capital", "Amsterdam", (), "The capital is Amsterdam."),
+    )
+    question = SearchQuestion("q", "airport/city/country/capital", "The capital of Teuge Airport's country?", hops)
+    opening = {"role": "system", "content": "Search."}, {"role": "user", "content": question.text}
+    searches = [
+        ("Find the answer.", "capital"),
+        ("Find the city.", "Teuge Airport"),
+        ("Find the country.", "Deventer city country"),
+    ]
+    turns = [
+        tool_turn(i, "search", {"query": query}, "found", reasoning=why) for i, (why, query) in enumerate(searches)
+    ]
+    messages = (*opening, *(message for turn in turns for message in turn), assistant("Netherlands"))
+    *workers, planner = planner_worker.split(Dialogue(messages, ()), question, "delegate")
+    assert [len(one.messages) for one in workers] == [7, 5]
+    assert workers[0].messages[2:6] == (*turns[0], *turns[1])
+    assert [one.messages[1]["content"] for one in workers] == [
+        "Which city does Teuge Airport serve?",
+        "In which country is Deventer?",
+    ]
+    assert planner.tools == ("delegate",)
+    assert planner.messages[:2] == opening
+    assert [message["content"] for message in planner.messages[3::2]] == ["Deventer", "Netherlands"]
+    assert planner.messages[-1] == workers[-1].messages[-1] == assistant("Netherlands")  # stops early
+
+
+def test_table_of_planner_and_workers_has_the_differences_before_and_after_by_seed(monkeypatch):
+    monkeypatch.syspath_prepend(str(BENCHMARKS))
+    planner_worker = importlib.import_module("planner_worker")
+    (single,), (planner,) = evaluated(80), evaluated(60)
+    after = {"single": evaluated(160, 170, 180), "planner": evaluated(100, 130, 130)}
+    table = planner_worker.success({"single": single, "planner": planner}, after)
+    *_, first, second, less = [[cell.strip() for cell in line.split("|")[1:-1]] for line in table.splitlines()]
+    assert first[1].startswith("40.0 [")
+    assert second[4].startswith("+30.0 [")
+    assert less[1].startswith("-10.0 [")
+    assert [cell.split(" ")[0] for cell in less[2].split("], ")] == ["-30.0", "-20.0", "-25.0"]
+    assert less[4].startswith("-25.0 [")

@@ -47,7 +47,7 @@ class SubAgents:
     async def run(self, environment: Environment) -> Trajectory:
         """Run the episode without scoring, as `run_unscored`; the rows and outcomes of sub-agents follow its own."""
         hidden = [one.name for one in self._tools(environment)] if self.limits.subagents.exclusive else []
-        outer = self._delegating(environment, self._tools(environment), (), hidden)
+        outer = self.delegating(environment, self._tools(environment), (), hidden)
         trajectory = await run_unscored(self.task, self.sample, outer, self.make_chat(), self.limits)
         segments, outcomes = list(trajectory.segments), list(trajectory.outcomes)
         for place, ended in sorted(self._ended.items()):
@@ -62,7 +62,7 @@ class SubAgents:
         names = self.limits.subagents.tools
         return [one for one in environment.tools if not names or one.name in names]
 
-    def _delegating(
+    def delegating(
         self, inner: Environment, tools: Sequence[Tool], place: tuple[int, ...], hidden: Sequence[str] = ()
     ) -> Environment:
         """Return an environment in which the agent at a place may also delegate."""
@@ -94,7 +94,7 @@ class SubAgents:
         tool_limits = ToolLimits.of(self.limits)
         environment: Environment = ToolEnv([*tools, *self.shared], (), tool_limits)
         if len(place) < settings.max_depth:
-            environment = self._delegating(ToolEnv(tools, (), tool_limits), tools, place)
+            environment = self.delegating(ToolEnv(tools, (), tool_limits), tools, place)
         limits = self.limits.model_copy(update={"max_turns": settings.max_turns, "episode_timeout_s": None})
         chat = _named(self.make_chat(), place)
         ended = self._ended[place] = await run_unscored(task, self.sample, environment, chat, limits)
