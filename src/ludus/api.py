@@ -11,7 +11,7 @@ import ctypes
 import re
 from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import aclosing, contextmanager, suppress
+from contextlib import ExitStack, aclosing, contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial, wraps
 from io import BytesIO
@@ -237,20 +237,25 @@ def train(
     from ludus.training.run.preflight import check_new_run, check_plugins
 
     old = None if resume is None else RunFolder(load(resume.path if isinstance(resume, Run) else resume).path)
-    config, world = _resolve(source, tasks, reward, settings, old)
     recipe = source if isinstance(source, str) else None
     silence_libraries()
-    check_plugins(config)
-    if old is None:
-        check_new_run(config, "rl")
-    else:
-        check_kind(old, "rl")
-        check_resume(old, config, "rl")
-    session = open_validated_session(config, world=world)
-    folder = old or new_run(config, Path(recipe or config.env.name).stem, "rl", recipe)
-    with lock_run(folder):
-        if old is None or not is_complete(old, config, "rl"):
-            train_policy(config, folder, session, make_console(quiet=not progress))
+    with ExitStack() as locks:
+        if old is not None:
+            locks.enter_context(lock_run(old))
+        config, world = _resolve(source, tasks, reward, settings, old)
+        check_plugins(config)
+        if old is None:
+            check_new_run(config, "rl")
+        else:
+            check_kind(old, "rl")
+            check_resume(old, config, "rl")
+            if is_complete(old, config, "rl"):
+                return Run(old.path)
+        session = open_validated_session(config, world=world)
+        folder = old or new_run(config, Path(recipe or config.env.name).stem, "rl", recipe)
+        if old is None:
+            locks.enter_context(lock_run(folder))
+        train_policy(config, folder, session, make_console(quiet=not progress))
     return Run(folder.path)
 
 
