@@ -6,10 +6,19 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from pydantic import BaseModel, Field
+from pydantic import BaseModel, Field, JsonValue
 
 from ludus.engines.base import common_prefix
-from ludus.gateway.protocol.bodies import BadRequest, JsonBody, Sampling, error_body, json_bytes, neutral_values
+from ludus.gateway.protocol.bodies import (
+    NO_PARAMETERS,
+    BadRequest,
+    JsonBody,
+    Sampling,
+    error_body,
+    function_tool,
+    json_bytes,
+    neutral_values,
+)
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 from ludus.tools.base import DescribedTool
 from ludus.types import Action, Guide, Message, MessageToolCall
@@ -87,6 +96,11 @@ def event_bytes(name: str, data: JsonBody) -> bytes:
     """Return a server-sent event."""
     head = f"event: {name}\n" if name else ""
     return f"{head}data: {json.dumps(data, separators=(',', ':'))}\n\n".encode()
+
+
+def session_tool(name: str, description: str | None, parameters: Mapping[str, JsonValue] | None) -> DescribedTool:
+    """Return a tool of a session's request; missing keys of its parameters are those of a tool without parameters."""
+    return function_tool(name, description, {**NO_PARAMETERS, **(parameters or {})})
 
 
 def schema_guide(schema: object) -> Guide | None:

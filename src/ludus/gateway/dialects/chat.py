@@ -14,9 +14,10 @@ from ludus.gateway.dialects.base import (
     SessionSampling,
     chat_finish,
     reply_calls,
+    session_tool,
     unsent,
 )
-from ludus.gateway.protocol.bodies import NO_PARAMETERS, ChatRequest, JsonBody, function_tool, read_body
+from ludus.gateway.protocol.bodies import ChatRequest, JsonBody, read_body
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 
 
@@ -34,7 +35,7 @@ def parse(raw: bytes, _: Histories) -> SessionRequest:
     usage = body.stream_options is not None and body.stream_options.include_usage
     return SessionRequest(
         [message.message for message in body.messages],
-        [function_tool(t.name, t.description, {**NO_PARAMETERS, **(t.parameters or {})}) for t in tools],
+        [session_tool(t.name, t.description, t.parameters) for t in tools],
         limits,
         body.n,
         bool(body.stream),

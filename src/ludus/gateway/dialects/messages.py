@@ -17,9 +17,10 @@ from ludus.gateway.dialects.base import (
     SessionRequest,
     reply_calls,
     schema_guide,
+    session_tool,
     unsent,
 )
-from ludus.gateway.protocol.bodies import NO_PARAMETERS, BadRequest, JsonBody, function_tool, read_body
+from ludus.gateway.protocol.bodies import BadRequest, JsonBody, read_body
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 from ludus.types import Message
 
@@ -108,7 +109,7 @@ def parse(raw: bytes, _: Histories) -> SessionRequest:
     limits = ReplyLimits(body.max_tokens, tuple(body.stop_sequences or ()), guide, must_call, choice.name)
     return SessionRequest(
         messages,
-        [function_tool(tool.name, tool.description, {**NO_PARAMETERS, **(tool.input_schema or {})}) for tool in tools],
+        [session_tool(tool.name, tool.description, tool.input_schema) for tool in tools],
         limits,
         1,
         bool(body.stream),

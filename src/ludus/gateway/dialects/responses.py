@@ -19,9 +19,10 @@ from ludus.gateway.dialects.base import (
     refuse_fields,
     reply_calls,
     schema_guide,
+    session_tool,
     unsent,
 )
-from ludus.gateway.protocol.bodies import NO_PARAMETERS, BadRequest, JsonBody, function_tool, neutral_values, read_body
+from ludus.gateway.protocol.bodies import BadRequest, JsonBody, neutral_values, read_body
 from ludus.rollouts.agent_session import PendingTurn, ReplyLimits
 from ludus.types import Action, Message
 
@@ -111,7 +112,7 @@ def parse(raw: bytes, histories: Histories) -> SessionRequest:
     }
     return SessionRequest(
         [*before, *_messages(items)],
-        [function_tool(tool.name, tool.description, {**NO_PARAMETERS, **(tool.parameters or {})}) for tool in tools],
+        [session_tool(tool.name, tool.description, tool.parameters) for tool in tools],
         ReplyLimits(body.max_output_tokens, (), schema_guide(schema), bool(named) or choice == "required", named),
         1,
         bool(body.stream),
