@@ -98,7 +98,7 @@ def find_alarms(history: History, actions: Mapping[str, AlarmAction] = {}) -> li
     found = []
     for name, rule in rules().items() if history else ():
         action = actions.get(name, rule.action)
-        check: Check = partial(_beyond, rule) if rule.metric else globals()[name]  # the function of that name in this module
+        check: Check = partial(_beyond, rule) if rule.metric else globals()[name]  # below, by its name
         if action != "off" and (evidence := check(history, **rule.limits)):
             found.append(Alarm(name, evidence, replace(rule, action=action)))
     return found
