@@ -406,6 +406,7 @@ def test_resumed_mixture_run_is_bitwise_identical(run, tmp_path):
     assert "env.mixture.games.weight = 1.0 (not 3.0)" in said
 
 
+@pytest.mark.slow
 def test_replay_eval_and_check_commands_support_a_mixture(run, recipe):
     shown = ludus("rewards", "replay", run)
     assert shown.code == 0, shown

@@ -283,6 +283,7 @@ def test_killed_server_has_lost_the_open_session_only(served_sessions, tmp_path)
     assert "has sessions only" in refused("train", "--resume", folder)
 
 
+@pytest.mark.slow
 def test_kto_learns_from_recorded_sessions(served_sessions, tiny_run, tmp_path):
     folder, tokens = served_sessions
     model = ("--model", cold_start(tiny_run), "--run.dir", tmp_path / "run")

@@ -258,6 +258,7 @@ def test_training_run_with_branching_records_consistent_trees_and_metrics(branch
     assert ludus("rewards", "replay", branched).out.count("bit for bit") == 1
 
 
+@pytest.mark.slow
 def test_resumed_branching_run_equals_the_uninterrupted_run(branched, tmp_path):
     cut = Path(shutil.copytree(branched, tmp_path / "run"))
     shutil.rmtree(cut / "checkpoints/step-000002")

@@ -580,6 +580,7 @@ def test_no_tool_is_offered_without_access(tasks):
     assert task.prompt[1] == tasks["validation"][0].prompt[1]
 
 
+@pytest.mark.slow
 def test_passages_in_the_prompt_are_the_results_of_one_search(world):
     once = SearchWorld(SearchSettings(access="once", k=3))
     task = once.tasks("validation")[0]

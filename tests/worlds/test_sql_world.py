@@ -166,6 +166,7 @@ def test_split_by_questions_the_three_share_shapes_and_no_question():
     assert not shapes["composition"] & shapes["train"]
 
 
+@pytest.mark.slow
 def test_gold_results_are_neither_empty_nor_long_and_differ_between_the_databases(questions, drawn):
     for question in questions:
         assert 0 < len(question.rows) <= MOST_ROWS
