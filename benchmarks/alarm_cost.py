@@ -40,7 +40,7 @@ FUNCTIONS: dict[ModuleType | type, tuple[str, ...]] = {
         "conflict_share",
         "find_alarms",
     ),
-    objective: ("clip_stats", "_mismatch", "mismatch_by_length", "token_spread"),
+    objective: ("clip_stats", "_mismatch", "mismatch_by_length", "token_statistics"),
     CollapseScoring: ("measure",),
 }
 COLLAPSE = "measure"

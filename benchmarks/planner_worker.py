@@ -70,7 +70,7 @@ def delegating_tool(world: SearchWorld) -> Tool:
     task = world.tasks("train")[0]
     config = configuration("search", rollout={"subagents": SUBAGENTS})
     agents = SubAgents(task, 0, lambda: None, config.rollout)  # type: ignore[arg-type, return-value]
-    tools = agents.delegating(world.environment(task), [world.tool], ()).tools
+    tools = agents.with_delegate_tool(world.environment(task), [world.tool], ()).tools
     return next(one for one in tools if one.name == DELEGATE)
 
 

@@ -43,7 +43,7 @@ class Case:
         cards = httpx.get(f"{self.url}/v1/models", timeout=60).raise_for_status().json()["data"]
         return [card["id"] for card in cards[1:]]
 
-    def num_under_way(self):
+    def num_unfinished(self):
         text = httpx.get(f"{self.url}/metrics", timeout=60).raise_for_status().text
         return sum(map(float, re.findall(rf"^(?:{UNDER_WAY})(?:{{.*}})? (\S+)$", text, re.M)))
 
@@ -103,7 +103,7 @@ async def a_request_keeps_the_version_that_it_began_with(case):
     (before,) = case.names()
     running = [asyncio.create_task(case.ask("a", LONG, seed=n)) for n in range(2)]
     async with asyncio.timeout(60):
-        while await asyncio.to_thread(case.num_under_way) < 2:
+        while await asyncio.to_thread(case.num_unfinished) < 2:
             await asyncio.sleep(0.005)
     await case.engine.load_adapter("a", 2, factors(new), SCALING)
     assert len(case.names()) == 2

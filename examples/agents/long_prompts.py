@@ -19,7 +19,7 @@ from threading import Thread
 import ludus
 from ludus.chat.tokenizer import train_tokenizer
 from ludus.config.schema import Config
-from ludus.config.sections.model import ScratchConfig
+from ludus.config.sections.model import ModelInitConfig
 from ludus.engines.models.loading import build_tiny
 
 NAMES = (
@@ -45,7 +45,7 @@ NAMES = (
     "Yew",
 )
 SHARE_FLAWED = 0.6
-INIT = ScratchConfig(
+INIT = ModelInitConfig(
     vocab_size=1536,
     hidden_size=64,
     intermediate_size=192,

@@ -49,7 +49,7 @@ def test_invalid_option_value_raises_config_error():
 @pytest.mark.parametrize("part", ["advantage", "loss", "correction"])
 def test_option_defaults_match_function_signatures(part):
     functions = {"advantage": FUNCTIONS, "loss": vars(losses), "correction": vars(corrections)}[part]
-    chosen = {"clip_cov": losses.choose_between, "kl_cov": losses.choose_highest}
+    chosen = {"clip_cov": losses.select_clip_cov, "kl_cov": losses.select_kl_cov}
     compared = 0
     for name, spec in SPECS[part].items():
         options = {key: option.default for key, option in spec.options.items()}

@@ -100,7 +100,7 @@ def test_gmpo_clips_each_token_by_its_own_advantage_sign():
     assert float(found[0]) == pytest.approx(-1.0 * 2.718281828459045 ** ((0.4 + 0.9) / 2), abs=1e-12)
 
 
-@pytest.mark.parametrize(("name", "choose"), [("clip_cov", "choose_between"), ("kl_cov", "choose_highest")])
+@pytest.mark.parametrize(("name", "choose"), [("clip_cov", "select_clip_cov"), ("kl_cov", "select_kl_cov")])
 def test_covariance_losses_without_token_choice_select_within_the_rows(name, choose):
     shape = (40, 30)
     lp, old, scores = 3 * random(*shape), 3 * random(*shape).flip(0), random(*shape).flip(1)

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 import algorithms_oracle as oracle
 from ludus.algorithms import kl
-from ludus.algorithms.kl import PIDKL, AdaptiveKL, KLGuard, Schedule
+from ludus.algorithms.kl import AdaptiveKLController, KLGuard, PIDKLController, Schedule
 from ludus.algorithms.objective import aggregate
 from ludus.config.schema import Config
 from ludus.errors import LearnerError
@@ -101,9 +101,9 @@ def test_schedules_match_expected_values():
 @quick
 @given(kls=st.lists(st.floats(0, 5), max_size=12), num=st.integers(1, 64))
 def test_adaptive_kl_equals_the_loop_and_resumes(kls, num):
-    state, beta = AdaptiveKL(coef=0.1, target=0.8, horizon=500.0), 0.1
+    state, beta = AdaptiveKLController(coef=0.1, target=0.8, horizon=500.0), 0.1
     for value in kls:
-        state = AdaptiveKL(**asdict(state)).update(value, num)
+        state = AdaptiveKLController(**asdict(state)).update(value, num)
         beta *= 1 + max(-0.2, min(0.2, value / 0.8 - 1)) * num / 500
         assert state.coef == pytest.approx(beta, rel=1e-12)
 
@@ -112,11 +112,11 @@ def test_adaptive_kl_equals_the_loop_and_resumes(kls, num):
 @given(kls=st.lists(st.floats(0, 0.5), max_size=12))
 def test_pid_equals_the_loop_and_resumes(kls):
     """Far from its bounds the controller is the textbook sum."""
-    state = PIDKL(target=0.2, base=50.0, kp=2.0, ki=0.5, kd=1.0, max_coef=100.0)
+    state = PIDKLController(target=0.2, base=50.0, kp=2.0, ki=0.5, kd=1.0, max_coef=100.0)
     assert state.at() == 50.0
     errors = []
     for value in kls:
-        state = PIDKL(**asdict(state)).update(value)
+        state = PIDKLController(**asdict(state)).update(value)
         errors.append(value - 0.2)
         slope = errors[-1] - errors[-2] if len(errors) > 1 else 0.0
         expected = 50 + 2 * errors[-1] + 0.5 * sum(errors) + slope
@@ -124,7 +124,7 @@ def test_pid_equals_the_loop_and_resumes(kls):
 
 
 def test_pid_controller_respects_bounds_without_integral_windup():
-    state = PIDKL(target=0.1, base=0.0, kp=0.0, ki=1.0, max_coef=0.5)
+    state = PIDKLController(target=0.1, base=0.0, kp=0.0, ki=1.0, max_coef=0.5)
     for _ in range(100):
         state = state.update(0.4)
     assert state.at() == 0.5
@@ -139,7 +139,7 @@ def test_pid_controller_respects_bounds_without_integral_windup():
 @pytest.mark.parametrize("control", [{"kind": "adaptive", "target": 1.0}, {"kind": "pid", "target": 1.0, "kp": 0.1}])
 def test_kl_controllers_reject_non_finite_kl(control):
     with pytest.raises(LearnerError, match="is nan"):
-        kl.control_of(Config(kl_control=control), 0.1).update(math.nan, 1)
+        kl.kl_controller(Config(kl_control=control), 0.1).update(math.nan, 1)
 
 
 HEALTHY = SERIES["search, seed 0"]
@@ -207,10 +207,10 @@ def test_kl_guard_pauses_above_twice_the_expected_value():
     [
         (lambda: Schedule("linear", 1.0), "num_steps must be at least 1"),
         (lambda: Schedule("steep", 1.0), "kind = 'steep' is none of"),
-        (lambda: AdaptiveKL(0.1, 0.0), "target and horizon"),
-        (lambda: AdaptiveKL(0.1, 0.01).update(math.nan, 8), "kl is nan"),
-        (lambda: PIDKL(0.1, 2.0, 1.0), "base must lie between 0 and max_coef"),
-        (lambda: PIDKL(0.1, 0.0, 1.0).update(math.inf), "kl is inf"),
+        (lambda: AdaptiveKLController(0.1, 0.0), "target and horizon"),
+        (lambda: AdaptiveKLController(0.1, 0.01).update(math.nan, 8), "kl is nan"),
+        (lambda: PIDKLController(0.1, 2.0, 1.0), "base must lie between 0 and max_coef"),
+        (lambda: PIDKLController(0.1, 0.0, 1.0).update(math.inf), "kl is inf"),
         (lambda: KLGuard(None), "needs a decay"),
         (lambda: KLGuard(0.1, factor=0.0), "factor must be above 0"),
     ],

@@ -49,11 +49,11 @@ def test_covariances_and_choices_equal_the_loop(batch, share, seed):
     loop = oracle.tokens(batch.mask, lambda i, t: torch.tensor(expected[i, t], dtype=torch.float64))
     torch.testing.assert_close(covariance, loop, **oracle.TOLERANCE)
     count = max(1, math.floor(share * len(expected) + 1e-9))
-    highest = losses.choose_highest(covariance=covariance, mask=batch.mask, share=share)
+    highest = losses.select_kl_cov(covariance=covariance, mask=batch.mask, share=share)
     best = sorted(expected.values(), reverse=True)[:count]
     assert sorted(covariance[highest].tolist(), reverse=True) == pytest.approx(best, abs=1e-10)
     band = {p for p, c in expected.items() if -0.2 < c < 0.5}
-    chosen = losses.choose_between(covariance=covariance, mask=batch.mask, seed=seed, share=share, low=-0.2, high=0.5)
+    chosen = losses.select_clip_cov(covariance=covariance, mask=batch.mask, seed=seed, share=share, low=-0.2, high=0.5)
     places = {tuple(p) for p in chosen.nonzero().tolist()}
     assert places <= band
     assert len(places) == min(count, len(band))
@@ -63,7 +63,7 @@ def test_random_token_choice_is_uniform():
     """Of 400 equal tokens each seed takes a quarter; over 60 seeds every token is taken about 15 times."""
     mask = torch.ones(20, 20)
     given = {"covariance": torch.ones(20, 20), "mask": mask, "share": 0.25, "low": 0.0, "high": 2.0}
-    taken = sum(losses.choose_between(**given, seed=seed).double() for seed in range(60))
+    taken = sum(losses.select_clip_cov(**given, seed=seed).double() for seed in range(60))
     assert taken.sum() == 60 * 100
     assert taken.std().item() == pytest.approx(math.sqrt(60 * 0.25 * 0.75), rel=0.15)
     assert abs(taken.mean(0) - 15).max() < 4
@@ -73,7 +73,7 @@ def test_random_token_choice_is_uniform():
 @quick
 @given(batch=oracle.batches())
 def test_the_covariance_losses_equal_the_loop(batch):
-    chosen = losses.choose_highest(covariance=covariance_of(batch), mask=batch.mask, share=0.4)
+    chosen = losses.select_kl_cov(covariance=covariance_of(batch), mask=batch.mask, share=0.4)
     given = {"old_logprobs": batch.old, "advantages": batch.advantages, "mask": batch.mask, "chosen": chosen}
 
     def clipped(lp, i, t):
@@ -103,8 +103,8 @@ def every_loss(batch):
     """Name to (rows, leaf) -> the loss of those rows, normalised by the whole batch."""
     whole = Normalizer.of(batch.mask, constant=50)
     covariance = covariance_of(batch)
-    highest = losses.choose_highest(covariance=covariance, mask=batch.mask, share=0.2)
-    between = losses.choose_between(covariance=covariance, mask=batch.mask, seed=1, share=0.2, low=-1.0, high=1.0)
+    highest = losses.select_kl_cov(covariance=covariance, mask=batch.mask, share=0.2)
+    between = losses.select_clip_cov(covariance=covariance, mask=batch.mask, seed=1, share=0.2, low=-1.0, high=1.0)
     ids = torch.randint(2, batch.mask.shape, generator=torch.Generator().manual_seed(2))
     weights = losses.conflict_weights(token_ids=ids, group=batch.group, advantages=batch.advantages, mask=batch.mask)
     positive = torch.arange(len(batch.mask)) % 2 == 1

@@ -226,8 +226,8 @@ def real_choice(case: Case, algorithm: Algorithm, advantages: Tensor) -> Tensor 
     given = {"old_logprobs": case.old, "advantages": advantages, "mask": case.b.mask}
     covariance = losses.token_covariance(**given, means=losses.CovarianceMeans.of(**given))
     if algorithm.loss == "kl_cov":
-        return losses.choose_highest(covariance=covariance, mask=case.b.mask)
-    return losses.choose_between(covariance=covariance, mask=case.b.mask, seed=SEED)
+        return losses.select_kl_cov(covariance=covariance, mask=case.b.mask)
+    return losses.select_clip_cov(covariance=covariance, mask=case.b.mask, seed=SEED)
 
 
 def real_gradient(case: Case, algorithm: Algorithm) -> Tensor:

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from ludus.cli.main import main
-from ludus.config.sections.model import ScratchConfig
+from ludus.config.sections.model import ModelInitConfig
 from ludus.engines.models.loading import build_tiny, load_tokenizer, save_model
 from ludus.training.run.preflight import model_path
 from small_runs import SMALLEST, config, words
@@ -84,7 +84,7 @@ def test_a_checkpoint_of_another_architecture_is_refused_on_resume(tmp_path, cap
     assert main(["train", "search", *words(folder, training__steps="2")]) == 0
     other = tmp_path / "other"
     tokenizer = load_tokenizer(model_path(config(tmp_path / "x")))
-    save_model(build_tiny(ScratchConfig(num_layers=2), tokenizer, seed=0), tokenizer, other)
+    save_model(build_tiny(ModelInitConfig(num_layers=2), tokenizer, seed=0), tokenizer, other)
     before = {p: p.read_bytes() for p in folder.rglob("*.safetensors")}
     capsys.readouterr()
     assert "model.path" in refused(capsys, "train", "--resume", str(folder), "--model.path", str(other))
@@ -92,7 +92,7 @@ def test_a_checkpoint_of_another_architecture_is_refused_on_resume(tmp_path, cap
     settings.write_text(settings.read_text("utf-8").replace("[model]", f'[model]\npath = "{other}"', 1))
     shown = refused(capsys, "train", "--resume", str(folder), "--training.steps", "3")
     assert "has a different architecture: model.layers.2.input_layernorm.weight is (128,) there and not in" in shown
-    save_model(build_tiny(ScratchConfig(hidden_size=64), tokenizer, seed=0), tokenizer, other)
+    save_model(build_tiny(ModelInitConfig(hidden_size=64), tokenizer, seed=0), tokenizer, other)
     shown = refused(capsys, "train", "--resume", str(folder), "--training.steps", "3")
     size = len(tokenizer)
     assert f"model.embed_tokens.weight is ({size}, 128) there and ({size}, 64) in the model" in shown

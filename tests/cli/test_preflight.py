@@ -12,7 +12,7 @@ import pytest
 from ludus.cli.ui import terminal
 from ludus.config.load import load_config
 from ludus.config.pipeline import load_pipeline
-from ludus.config.sections.model import ScratchConfig
+from ludus.config.sections.model import ModelInitConfig
 from ludus.engines.models.loading import build_tiny, load_tokenizer
 from ludus.errors import StorageError, UserError
 from ludus.training.run import preflight
@@ -127,7 +127,7 @@ def test_saved_adapter_parameter_count_matches_peft(model, targets):
 def test_estimated_matrix_shapes_of_a_new_model_match_the_built_model(model, tmp_path, monkeypatch):
     tokenizer = load_tokenizer(str(model))
     sizes = {"vocab_size": len(tokenizer), "hidden_size": 48, "num_layers": 3, "num_heads": 4, "num_kv_heads": 2}
-    built = build_tiny(init := ScratchConfig(**sizes), tokenizer, seed=0)
+    built = build_tiny(init := ModelInitConfig(**sizes), tokenizer, seed=0)
     matrices = {name.removeprefix("model."): w.shape for name, w in built.named_parameters() if w.dim() == 2}
     shapes = preflight.init_shapes(init)
     assert sorted(shapes.values()) == sorted(map(tuple, matrices.values()))

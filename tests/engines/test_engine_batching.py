@@ -142,7 +142,7 @@ def test_shape_dependent_model_uses_one_pass_shape_with_identical_bits(monkeypat
         again = await engine.generate_batch(requests)
         scores = [await engine.score(r.token_ids + a.tokens) for r, a in zip(requests, answers, strict=True)]
         assert engine.batch_invariant
-        engine._core.block = 16  # as where the rows are alike
+        engine._scheduler.block = 16  # as where the rows are alike
         apart = await engine.generate_batch(requests)
         await engine.close()
         return answers, again, scores, apart
@@ -167,7 +167,7 @@ def test_invariant_block_size_depends_on_the_configured_pass_tokens(monkeypatch)
     )
     for pass_tokens, block in ((64, 16), (256, 256)):
         engine = LocalEngine(model, settings=replace(SMALL, pass_tokens=pass_tokens))
-        assert (engine._forward.invariant, engine._core.block) == (True, block)
+        assert (engine._forward.invariant, engine._scheduler.block) == (True, block)
         asyncio.run(engine.close())
 
 
@@ -232,7 +232,7 @@ def test_cancellation_and_eviction_do_not_change_other_requests():
                 return None
 
         answers = await asyncio.gather(*map(play, requests))
-        stats, held = engine.stats(), engine._core.tree.num_pages - engine._core.tree.num_available
+        stats, held = engine.stats(), engine._scheduler.tree.num_pages - engine._scheduler.tree.num_available
         await engine.close()
         return answers, stats, held
 
@@ -246,7 +246,7 @@ def test_cancellation_and_eviction_do_not_change_other_requests():
 
 def what_is_left(engine):
     """Of requests that are over and episodes that were released: nothing, when no page or slot is lost."""
-    tree, core = engine._core.tree, engine._core
+    tree, core = engine._scheduler.tree, engine._scheduler
     pages = sorted([*tree._free, *(node.page for node in tree._idle)])
     return {
         "requests": len(engine._unfinished) + len(core.running) + len(core.waiting),
@@ -356,7 +356,7 @@ def test_cache_computed_with_old_weights_is_reused_only_by_its_episode():
         for episode in ("early", "late", "later"):
             engine.release(episode)
         await engine.load_weights(30, dict(new.named_parameters()))
-        roots = len(engine._core.tree._roots)
+        roots = len(engine._scheduler.tree._roots)
         await engine.close()
         return kept, found, late, again, shared, roots
 

@@ -44,7 +44,7 @@ def case(request, reference):
             if kind == "generic":
                 patch.setattr("ludus.engines.embedded.engine.RaggedForward", refuse)
             engine = LocalEngine(*reference, settings)
-        assert isinstance(engine._core, GenericScheduler) == (kind == "generic")
+        assert isinstance(engine._scheduler, GenericScheduler) == (kind == "generic")
         yield Case(engine, *reference, lambda: engine.stats().decode_tokens)
     elif kind == "ludus serve":
         served = request.getfixturevalue("served")

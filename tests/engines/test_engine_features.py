@@ -320,7 +320,7 @@ def test_unloaded_adapters_leave_no_cache_pages_or_versions():
             request = Request("x", tuple(range(40)), SamplingParams(max_new_tokens=3), adapter=f"v{version}")
             assert set((await engine.generate(request)).versions) == {version}
             await engine.unload_adapter(f"v{version}")
-        tree, core = engine._core.tree, engine._core
+        tree, core = engine._scheduler.tree, engine._scheduler
         return len(tree._roots), core.adapter_versions, len(tree._free) == tree.num_pages
 
     assert with_engine(base, work) == (0, {}, True)

@@ -52,7 +52,7 @@ def test_choosing_the_generic_scheduler_logs_one_warning(hybrid, caplog):
     (record,) = [one for one in caplog.records if one.name == "ludus.engines.embedded.engine"]
     assert "Qwen3NextForCausalLM: it has linear_attention layers" in record.getMessage()
     assert "which is slower: one cache per episode, batches of equal length" in record.getMessage()
-    assert isinstance(engine._core, GenericScheduler)
+    assert isinstance(engine._scheduler, GenericScheduler)
     assert not engine.batch_invariant
 
 
@@ -77,7 +77,7 @@ def test_group_prefills_its_prompt_once_and_later_members_reuse_it(engine, hybri
     for episode in ("e", "e/1", "e/2", "e/3", "late"):
         engine.release(episode)
     play(engine, [ask(PROMPT[:1], "")])  # after the releases
-    assert not [s for s in engine._core._cache._states if s.episodes != {""}]
+    assert not [s for s in engine._scheduler._cache._states if s.episodes != {""}]
 
 
 def test_states_are_evicted_and_recomputed(engine, hybrid):
@@ -89,7 +89,7 @@ def test_states_are_evicted_and_recomputed(engine, hybrid):
     for episode, history in [*histories.items()][::6]:
         (done,) = play(engine, [ask(history, episode, num=2)])
         assert gap(hybrid, history, done) < 1e-4
-    core = engine._core
+    core = engine._scheduler
     assert sum(len(state.tokens) for state in core._cache._states) <= 800
     assert (core.running, core._batches, core._reserved, len(core._free_slots)) == ([], [], 0, 4)
 

@@ -16,14 +16,16 @@ from transformers import (
     Qwen3_5ForConditionalGeneration,
 )
 
-from ludus.config.sections.model import ScratchConfig
+from ludus.config.sections.model import ModelInitConfig
 from ludus.engines.embedded.engine import LocalEngine
 from ludus.engines.models.fingerprint import fingerprint_module
 from ludus.engines.models.loading import build_tiny, load_model, load_tokenizer, resolve_device, save_model
 from ludus.errors import StorageError, UserError
 from tests.engines.test_engine_local import ask, batch, build, gemma2, hf_greedy
 
-SCRATCH = ScratchConfig(vocab_size=300, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1)
+SCRATCH = ModelInitConfig(
+    vocab_size=300, hidden_size=16, intermediate_size=24, num_layers=2, num_heads=2, num_kv_heads=1
+)
 
 
 def byte_tokenizer(template="{{ messages[0].content }}"):
@@ -77,7 +79,7 @@ def test_tiny_model_has_the_configured_shape():
 )  # fmt: skip
 def test_inconsistent_model_sizes_are_rejected(change, word):
     with pytest.raises(ValidationError, match=word):
-        ScratchConfig(**SCRATCH.model_dump() | change)
+        ModelInitConfig(**SCRATCH.model_dump() | change)
 
 
 def test_a_tokenizer_larger_than_the_vocabulary_is_refused():

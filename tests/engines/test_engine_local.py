@@ -433,7 +433,7 @@ def test_stop_string_cache_is_limited_to_64_entries():
     engine = LocalEngine(build(), byte_tokenizer())
     for number in range(100):
         batch(engine, ask([(1, 2, 3)], max_new_tokens=1, stop=(f"x{number}",)))
-    assert engine._core._stop_strings.cache_info().currsize == 64
+    assert engine._scheduler._stop_strings.cache_info().currsize == 64
 
 
 def test_context_limit_bounds_prompt_and_completion_length():

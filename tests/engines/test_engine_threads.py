@@ -119,13 +119,13 @@ def test_throttled_engine_loads_weights_without_steps_and_resumes_when_unthrottl
 def test_throttled_engine_pauses_for_the_configured_multiple_of_pass_time():
     async def run(times):
         engine = LocalEngine(build(), settings=replace(SMALL, threads=1))
-        step = engine._core.step
+        step = engine._scheduler.step
 
         def slow():
             time.sleep(0.01)
             step()
 
-        engine._core.step = slow
+        engine._scheduler.step = slow
         engine.throttle(times)
         begin = time.monotonic()
         await engine.generate(Request("e", (1, 2, 3), SamplingParams(max_new_tokens=10)))

@@ -126,15 +126,15 @@ def test_scoring_interrupted_by_new_weights_counts_each_token_once():
     tokens = tuple((7 * i) % VOCAB for i in range(200))
 
     async def work(engine):
-        step, left = engine._core.step, [2]
+        step, left = engine._scheduler.step, [2]
 
         def interrupted():
             step()
             left[0] -= 1
             if left[0] == 0:
-                engine._core.new_weights(1, recompute=True)
+                engine._scheduler.new_weights(1, recompute=True)
 
-        engine._core.step = interrupted
+        engine._scheduler.step = interrupted
         return await engine.score_top(tokens, 2), await engine.score_top(tokens, 2)
 
     broken, whole = with_engine(work)

@@ -109,7 +109,7 @@ def test_rows_that_cannot_be_used_are_skipped_and_counted(tmp_path, caplog):
         ("gsm8k", {**GSM, "answer": "1200"}, 'has no "####"'),
         ("hotpotqa", {"question": "Who?"}, '"answer" is not a text'),
         ("browsecomp", {**BROWSE, "canary": "CANARY 2"}, "cannot be decrypted with its canary"),
-        ("nq", {"question": "Who?", "answer": ["?"]}, "not a list of texts with words"),
+        ("nq", {"question": "Who?", "answer": ["?"]}, "must be a list of texts with words"),
     ],
 )
 def test_row_of_another_format_is_reported(tmp_path, name, row, said):

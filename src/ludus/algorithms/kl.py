@@ -14,7 +14,7 @@ from typing import Literal
 
 from ludus.algorithms.tensors import Tensor, check_shapes, clamped_ratio, select, torch
 from ludus.config.schema import Config
-from ludus.config.sections.algorithm import KlControlConfig
+from ludus.config.sections.algorithm import KLControlConfig
 from ludus.errors import ConfigError, LearnerError
 
 
@@ -35,7 +35,7 @@ def k3(*, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
 
 
 def absolute(*, logprobs: Tensor, ref_logprobs: Tensor) -> Tensor:
-    """Return `|d|`, under the name `abs`."""
+    """Return `|d|` (`algorithm.kl = "abs"`)."""
     return (logprobs - ref_logprobs).abs()
 
 
@@ -151,7 +151,7 @@ _READS: dict[ControlKind, tuple[str, ...]] = {
     "adaptive": ("target", "horizon"),
     "pid": ("target", "kp", "ki", "kd", "max_coef"),
 }
-"""The settings of section `kl_control` that each kind uses."""
+"""Settings of the section `kl_control` by kind."""
 _GUARD_DECAY, _GUARD_WARMUP = 0.9, 20
 
 
@@ -190,8 +190,8 @@ class Schedule:
 
 
 @dataclass(frozen=True, slots=True)
-class KlState:
-    """The saved state of a controller and a guard, with their `kind` and `base`."""
+class KLState:
+    """Checkpointed state of a controller and its guard."""
 
     kind: str = "constant"
     base: float = 0.0
@@ -205,12 +205,12 @@ class KlState:
 
 
 @dataclass(frozen=True, slots=True)
-class KlControl:
-    """A rule for the KL coefficient, which starts at `base`, and a guard. Immutable."""
+class KLController:
+    """Schedule or controller of the KL coefficient, which starts at `base`, and a guard. Immutable."""
 
     kind: ControlKind
     base: float
-    rule: Schedule | AdaptiveKL | PIDKL
+    rule: Schedule | AdaptiveKLController | PIDKLController
     guard: KLGuard | None = None
 
     @property
@@ -227,10 +227,10 @@ class KlControl:
         """Return the coefficient of a training step, counted from 1."""
         return self.rule.at(step - 1)
 
-    def update(self, kl: float, num: int) -> KlControl:
-        """Return the control after a step with `num` trajectories and a mean KL of `kl` nats per token.
+    def update(self, kl: float, num: int) -> KLController:
+        """Return the controller after a step with `num` trajectories and a mean KL of `kl` nats per token.
 
-        Raises LearnerError if the KL passed to a controller is not finite.
+        Raises LearnerError if an adaptive or PID controller gets a KL that is not finite.
         """
         try:
             rule = self.rule.update(kl, num)
@@ -250,14 +250,14 @@ class KlControl:
         )
 
     @property
-    def state(self) -> KlState:
-        """The state saved in checkpoints."""
+    def state(self) -> KLState:
+        """State to save in a checkpoint."""
         found = asdict(self.rule) | (asdict(self.guard) if self.guard is not None else {})
-        saved = {one.name: found[one.name] for one in fields(KlState) if one.name in found}
-        return KlState(**saved | {"kind": self.kind, "base": self.base})
+        saved = {one.name: found[one.name] for one in fields(KLState) if one.name in found}
+        return KLState(**saved | {"kind": self.kind, "base": self.base})
 
-    def restored(self, state: KlState) -> KlControl:
-        """Return this control with a saved state; a rule of another kind or base is not restored."""
+    def restored(self, state: KLState) -> KLController:
+        """Return this controller with a saved state, whose rule is ignored if its kind or base differs."""
         rule, guard = self.rule, self.guard
         saved = asdict(state) | {"recent": tuple(state.recent)}
         if (state.kind, state.base) == (self.kind, self.base):
@@ -267,15 +267,15 @@ class KlControl:
         return replace(self, rule=rule, guard=guard)
 
 
-def control_of(config: Config, kl_coef: float) -> KlControl:
-    """Return the control of the coefficient. Raises ConfigError for incompatible or unused settings."""
+def kl_controller(config: Config, kl_coef: float) -> KLController:
+    """Return the controller of the coefficient. Raises ConfigError for incompatible or unused settings."""
     settings = config.kl_control
-    _refuse_idle(settings)
+    _reject_unused(settings)
     rule = _rule(settings, kl_coef, settings.steps or config.training.steps)
-    return KlControl(settings.kind, kl_coef, rule, _guard(settings))
+    return KLController(settings.kind, kl_coef, rule, _guard(settings))
 
 
-def _rule(settings: KlControlConfig, base: float, steps: int) -> Schedule | AdaptiveKL | PIDKL:
+def _rule(settings: KLControlConfig, base: float, steps: int) -> Schedule | AdaptiveKLController | PIDKLController:
     kind, end, target = settings.kind, settings.end or 0.0, settings.target
     gains = settings.kp or 0.0, settings.ki or 0.0, settings.kd or 0.0
     most = 1.0 if settings.max_coef is None else settings.max_coef
@@ -297,18 +297,18 @@ def _rule(settings: KlControlConfig, base: float, steps: int) -> Schedule | Adap
         raise ConfigError(
             f'kl_control.kind = "{kind}" goes from algorithm.kl_coef = {base:g} to kl_control.end = {end:g}: '
             "the coefficient would stay constant.",
-            "Set algorithm.kl_coef, kl_control.end, or unset kl_control.",
+            "Change algorithm.kl_coef or kl_control.end, or unset kl_control.",
         )
     if kind == "constant" or kind == "linear" or kind == "cosine":
         return Schedule(kind, base, end, steps)
     if target is None:
         raise ConfigError(f'kl_control.kind = "{kind}" needs a target.', "Set kl_control.target, such as 0.01.")
     if kind == "adaptive":
-        return AdaptiveKL(base, target, settings.horizon or 10_000.0)
-    return PIDKL(target, base, *gains, most)
+        return AdaptiveKLController(base, target, settings.horizon or 10_000.0)
+    return PIDKLController(target, base, *gains, most)
 
 
-def _guard(settings: KlControlConfig) -> KLGuard | None:
+def _guard(settings: KLControlConfig) -> KLGuard | None:
     if settings.guard_factor == 0:
         return None
     if settings.guard_expected is not None:
@@ -318,7 +318,7 @@ def _guard(settings: KlControlConfig) -> KLGuard | None:
     return KLGuard(None, settings.guard_factor, decay, warmup=warmup)
 
 
-def _refuse_idle(settings: KlControlConfig) -> None:
+def _reject_unused(settings: KLControlConfig) -> None:
     """Raise ConfigError for a setting that neither the kind nor the guard uses."""
     given = settings.model_dump(exclude_none=True, exclude={"kind", "guard_factor"})
     for name, value in given.items():
@@ -332,13 +332,11 @@ def _refuse_idle(settings: KlControlConfig) -> None:
                 continue
             fixed = settings.guard_factor > 0
             reason = "kl_control.guard_expected is constant" if fixed else "kl_control.guard_factor is 0"
-        raise ConfigError(
-            f"kl_control.{name} = {value} would have no effect: {reason}.", f"Unset {name}, or change what ignores it."
-        )
+        raise ConfigError(f"kl_control.{name} = {value} would have no effect: {reason}.", f"Unset kl_control.{name}.")
 
 
 @dataclass(frozen=True, slots=True)
-class AdaptiveKL:
+class AdaptiveKLController:
     """`coef *= 1 + clip(kl / target - 1, -0.2, 0.2) num / horizon` (arXiv:1909.08593).
 
     `target` in nats, like the `kl` argument; `horizon` in trajectories (10000 in the paper, TRL and verl).
@@ -351,22 +349,22 @@ class AdaptiveKL:
 
     def __post_init__(self) -> None:
         if self.target <= 0 or self.horizon <= 0 or self.coef < 0:
-            raise ValueError("target and horizon must be above 0, coef not below")
+            raise ValueError("target and horizon must be above 0, coef at least 0")
 
     def at(self, step: int) -> float:
         """Return the coefficient of the next step."""
         del step
         return self.coef
 
-    def update(self, kl: float, num: int) -> AdaptiveKL:
+    def update(self, kl: float, num: int) -> AdaptiveKLController:
         """Return the state after a step with `num` trajectories and a mean of `kl`. Raises ValueError unless finite."""
         error = min(max(_finite(kl) / self.target - 1, -0.2), 0.2)
         return replace(self, coef=max(self.coef * (1 + error * num / self.horizon), 0.0))
 
 
 @dataclass(frozen=True, slots=True)
-class PIDKL:
-    """`coef = clip(base + kp e + ki sum(e) + kd (e - previous e), 0, most)` with `e = kl - target`.
+class PIDKLController:
+    """`coef = clip(base + kp e + ki sum(e) + kd (e - previous e), 0, max_coef)` with `e = kl - target`.
 
     The integral is not updated if the coefficient is at a bound and the error has the same direction
     (anti-windup). `base` is the coefficient at zero error; the first step has no derivative. Form of
@@ -392,7 +390,7 @@ class PIDKL:
         del step
         return self.base if self.coef is None else self.coef
 
-    def update(self, kl: float, num: int = 1) -> PIDKL:
+    def update(self, kl: float, num: int = 1) -> PIDKLController:
         """Return the state after a step with a mean of `kl`. Raises ValueError unless finite."""
         del num
         error = _finite(kl) - self.target
@@ -440,7 +438,7 @@ class KLGuard:
 
     @property
     def predicted(self) -> float:
-        """The predicted KL of the next step."""
+        """Predicted KL of the next step."""
         if self.expected is None:
             return self.min_expected
         growth = 1.0

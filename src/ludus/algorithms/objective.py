@@ -25,7 +25,7 @@ from ludus.algorithms.losses.clipped import ClipStats, clip_stats
 from ludus.algorithms.losses.likelihood import echo, positive_nll
 from ludus.algorithms.losses.sequence import trajectory_mean
 from ludus.algorithms.tensors import Cut, SummedFields, Tensor, TokenBatch, check_shapes, select, torch
-from ludus.algorithms.token_spread import TokenSpread, token_spread
+from ludus.algorithms.token_statistics import TokenStatistics, token_statistics
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,8 +110,8 @@ class Statistics(SummedFields):
     """Sums of one microbatch; `+` joins microbatches. `clip.tokens` is the number of action tokens.
 
     `loss` and its part `policy_loss` are divided by the size of the whole batch already. `by_length` is `mismatch` by
-    token position, `spread` the distribution of gradient and mismatch over tokens. `kl_sum` and `entropy_sum` are sums
-    over action tokens, None if the batch has no reference or entropy; `teacher_sum` is the sum of `logprobs - teacher`.
+    token position. `kl_sum` and `entropy_sum` are sums over action tokens, None if the batch has no reference or
+    entropy; `teacher_sum` is the sum of `logprobs - teacher`.
     `chosen_sum` counts the tokens selected by a covariance loss. `terms` are the auxiliary losses, times their
     coefficients and divided by the size of the whole batch.
     """
@@ -121,7 +121,7 @@ class Statistics(SummedFields):
     clip: ClipStats
     mismatch: Mismatch
     by_length: MismatchByLength
-    spread: TokenSpread
+    token_statistics: TokenStatistics
     kl_sum: float | None
     entropy_sum: float | None
     teacher_sum: float | None = None
@@ -181,7 +181,7 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -
         by_length=mismatch_by_length(
             old_logprobs=batch.old_logprobs, behavior_logprobs=batch.behavior_logprobs, mask=batch.mask
         ),
-        spread=token_spread(batch, weights, normaliser.tokens),
+        token_statistics=token_statistics(batch, weights, normaliser.tokens),
         kl_sum=read.get("kl"),
         entropy_sum=read.get("entropy"),
         teacher_sum=read.get("teacher"),

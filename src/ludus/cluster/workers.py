@@ -127,7 +127,7 @@ class EngineWorker:
     async def do(self, message: Message) -> object:
         match message:
             case WorkerCommand.PING:
-                return Heartbeat(self._service.engine.stats(), self._service.num_under_way)
+                return Heartbeat(self._service.engine.stats(), self._service.num_unfinished)
             case WorkerCommand.SHUTDOWN:
                 self._server.should_exit = True
                 await self._serving

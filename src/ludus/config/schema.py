@@ -16,7 +16,7 @@ from ludus.config.sections.algorithm import (
     AlgorithmConfig,
     CriticConfig,
     DemonstrationsConfig,
-    KlControlConfig,
+    KLControlConfig,
     TeacherConfig,
 )
 from ludus.config.sections.cluster import ClusterConfig
@@ -51,7 +51,7 @@ class EvaluationConfig(Section):
 
 
 AlarmAction = Literal["off", "note", "warn", "lower_learning_rate", "raise_kl", "pause", "stop"]
-"""What an alarm does: nothing, a note, a warning, a change of a coefficient, or a checkpoint and the end of the run."""
+"""Effect of an alarm: nothing, a note, a warning, a change of a coefficient, or a checkpoint and the end of the run."""
 
 
 class AlarmsConfig(Section):
@@ -128,7 +128,7 @@ class Config(Section):
     engine: EngineConfig = EngineConfig()
     cluster: ClusterConfig = ClusterConfig()
     algorithm: AlgorithmConfig = AlgorithmConfig()
-    kl_control: KlControlConfig = KlControlConfig()
+    kl_control: KLControlConfig = KLControlConfig()
     teacher: TeacherConfig = TeacherConfig()
     experts: DemonstrationsConfig = DemonstrationsConfig()
     training: TrainingConfig = TrainingConfig()

@@ -1,4 +1,4 @@
-"""Metrics of what the policy writes and does: repetition, copied text, scripts, and how it uses its tools.
+"""Metrics of the policy's texts and calls: repetition, copied text, scripts, and how it uses its tools.
 
 All are shares in [0, 1] except `tools/sequences`, a count. A share of an empty set is 0. They read the messages and
 tokens of finished episodes and need no forward pass.

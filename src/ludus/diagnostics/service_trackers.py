@@ -69,7 +69,7 @@ class ServiceTracker:
                 self._save(step)
 
     def close(self) -> None:
-        """End the run and write what is buffered. Raises StorageError."""
+        """End the run and write buffered metrics. Raises StorageError."""
         with self._errors():
             self._run.finish()
 

@@ -28,7 +28,7 @@ def defines(instance: object, base: type, method: str) -> bool:
 
 
 class AgentClient(Protocol):
-    """What a rollout knows of the remote client that runs its agent."""
+    """The remote client that runs the agent of a rollout."""
 
     def touch(self) -> None:
         """Note a request of the client."""

@@ -195,7 +195,7 @@ def _spread(values: Sequence[int]) -> dict[str, float] | None:
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What to do first, and the reason."""
+    """First action to take, and the reason."""
 
     answer: Literal["RL can start", "SFT first", "too easy", "fix the environment first"]
     reason: str

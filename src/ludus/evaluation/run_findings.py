@@ -1,7 +1,6 @@
-"""Findings about a run, in the order in which an expert looks at it: `ludus doctor RUN`.
+"""Findings about a run (`ludus doctor RUN`).
 
-Each check is a function of `RunData` that yields findings of one topic. Checks read the configuration, the metrics of
-all steps, the rollouts of the last steps and the evaluations; alarms of the metrics are among the findings.
+Each check is a function of `RunData` that yields findings of one topic. Alarms of the metrics are findings too.
 """
 
 from __future__ import annotations
@@ -39,7 +38,7 @@ _LARGE: Final = 0.5
 
 @dataclass(frozen=True)
 class RunData:
-    """What the checks read. `records` are rollouts of the last steps, `rows` the metrics of all steps."""
+    """Input of the checks. `records` are rollouts of the last steps, `rows` the metrics of all steps."""
 
     config: Config
     rows: Sequence[Mapping[str, float]]
@@ -64,7 +63,7 @@ class RunData:
 class Finding:
     """A problem of a run: its topic, severity, evidence and remedy.
 
-    `explains` are topics of findings that this fault may cause, `follows_from` the topic of a fault that explains it.
+    `explains` are topics of findings that this fault may cause, `follows_from` the topic of a fault that may cause it.
     """
 
     topic: str
@@ -76,7 +75,7 @@ class Finding:
 
 
 def examine_run(run: RunData) -> list[Finding]:
-    """Return all findings: those that a fault explains last, the most severe first, then in the order of the topics."""
+    """Return all findings, the most severe first; findings that another fault may cause are last."""
     if not run.rows:
         raise UserError("The run has no finished step.", "Wait for its first step, or read its log.txt.")
     causes_first = (check_limits, check_tools, check_loss, check_sampling, check_collapse, check_verifier)
@@ -114,7 +113,7 @@ def check_limits(run: RunData) -> Iterator[Finding]:
 
 
 def check_tools(run: RunData) -> Iterator[Finding]:
-    """Find tools of which every call fails, with their most frequent error."""
+    """Find tools whose calls all fail, with their most frequent error."""
     calls = defaultdict(list)
     for outcome in (outcome for record in run.records for outcome in record.trajectory.outcomes):
         if outcome.status is not ToolStatus.MALFORMED:
@@ -147,7 +146,7 @@ def check_collapse(run: RunData) -> Iterator[Finding]:
 
 
 def check_verifier(run: RunData) -> Iterator[Finding]:
-    """Find that no task is ever solved although episodes end with answers."""
+    """Check whether no task is solved although episodes end with answers."""
     answered = mean(run.recent("episode/stop/answered"))
     if answered < _LARGE or any(row.get("success/mean", 1.0) for row in run.rows):
         return

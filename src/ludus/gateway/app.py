@@ -1,4 +1,4 @@
-"""The HTTP server: public endpoints, control endpoints for trainers as in vLLM's development mode, errors, disconnects.
+"""The HTTP server: public endpoints, and control endpoints for trainers as in vLLM's development mode.
 
 Needs the `serve` extra (starlette and uvicorn). Every error is JSON with a message. Control endpoints return 403 if the
 server has no control token, and 401 if the request does not send it. Weight updates read files or receive a trainer's
@@ -62,13 +62,13 @@ if TYPE_CHECKING:
 
 _MESSAGES_PATH = "/v1/messages"
 _CONFLICT, _FAILED = 409, 500
-_MAX_HISTORIES = 1024  # dialogues kept for `previous_response_id`
+_MAX_HISTORIES = 1024
 
 
 def make_app(service: CompletionService, model: PreTrainedModel, recorder: SessionRecorder | None = None) -> Starlette:
     """Create the application. `model` is the engine's model, hashed by `/weight_checker`.
 
-    With a `recorder`, its endpoints take the place of those of the same path.
+    The endpoints of a `recorder` replace those of the same path.
     """
     access = ControlAccess(service.control_token, service.control_hosts) if service.control_token else None
     router = HttpRouter(service.threads, service.engine.context_tokens, access)
@@ -84,7 +84,7 @@ def make_app(service: CompletionService, model: PreTrainedModel, recorder: Sessi
 
 @dataclass(frozen=True)
 class PublicEndpoints:
-    """Public endpoints. `histories` are the dialogues of the last responses, by id."""
+    """Public endpoints. `histories` are the dialogues of the last responses by id, for `previous_response_id`."""
 
     service: CompletionService
     histories: OrderedDict[str, Sequence[Message]] = field(default_factory=OrderedDict)
@@ -127,14 +127,14 @@ class PublicEndpoints:
 
     async def dialect(self, dialect: Dialect, request: Request, _: NoBody) -> Response:
         raw, threads = await request.body(), self.service.threads
-        asked, wanted = await threads.do(partial(read_dialect, dialect, self.histories, raw), len(raw))
+        parsed, chat = await threads.do(partial(read_dialect, dialect, self.histories, raw), len(raw))
 
         async def commit(name: str, turns: Sequence[PendingTurn], _: Response) -> None:
             if dialect is RESPONSES:
-                keep_last(self.histories, f"resp_{name}", [*asked.messages, turns[0].action.message], _MAX_HISTORIES)
+                keep_last(self.histories, f"resp_{name}", [*parsed.messages, turns[0].action.message], _MAX_HISTORIES)
 
-        sample = partial(sample_dialect, self.service, wanted)
-        return await respond(request, dialect, asked, self.service.model.renderer, sample, commit)
+        sample = partial(sample_dialect, self.service, chat)
+        return await respond(request, dialect, parsed, self.service.model.renderer, sample, commit)
 
     async def count_tokens(self, request: Request, _: NoBody) -> Response:
         raw = await request.body()
@@ -198,7 +198,7 @@ async def _error(request: Request, error: Exception) -> Response:
 
 @cache
 def _metric_families() -> Mapping[str, Mapping[str, tuple[str, str]]]:
-    """Return source and description by metric, by kind."""
+    """Return the source and description of each metric, by kind."""
     families: Mapping[str, Mapping[str, tuple[str, str]]] = tomllib.loads(
         (files(__package__) / "metrics.toml").read_text("utf-8")
     )
@@ -209,7 +209,7 @@ def prometheus_text(service: CompletionService) -> str:
     """Return counters and gauges in text format 0.0.4."""
     values = {
         "requests": service.num_requests,
-        "under_way": service.num_under_way,
+        "unfinished": service.num_unfinished,
         "paused": int(service.is_paused),
         "version": service.engine.version,
         **asdict(service.engine.stats()),
@@ -309,7 +309,7 @@ class ControlEndpoints:
 
     `/start_weight_update`, any number of `/update_weights` and `/finish_weight_update` replace all weights between
     two passes; `/collective_rpc` does so in one call; `/prepare_weights` and `/receive_weights` receive a trainer's
-    broadcast. Running requests continue: later tokens are sampled with the new weights and have the new version.
+    broadcast. Running requests continue; tokens sampled after the update have the new version.
     """
 
     service: CompletionService
@@ -411,7 +411,7 @@ class ControlEndpoints:
         return JSONResponse({"message": "Ready to receive weights"})
 
     async def receive(self, _: Request | None, __: NoBody) -> Response:
-        """Receive the trainer's weights. Raises EngineError if it is lost, SyncError if they do not fit the model."""
+        """Receive the trainer's weights. Raises EngineError if the trainer is lost, SyncError if they do not fit."""
         group, manifest = self._group, self._expected
         if group is None or manifest is None:
             raise BadRequest("No weights are expected.", _CONFLICT)

@@ -191,15 +191,15 @@ async def stream_chat(service: CompletionService, name: str, request: ChatReques
 
 def read_dialect(dialect: Dialect, histories: Histories, raw: bytes) -> tuple[SessionRequest, ChatRequest]:
     """Return a body of another dialect, also as the request that samples its reply. Raises BadRequest."""
-    asked = dialect.parse(raw, histories)
-    limits, given = asked.limits, json.loads(raw)
+    parsed = dialect.parse(raw, histories)
+    limits, given = parsed.limits, json.loads(raw)
     filters = {name: given.get(name) for name in ("temperature", "top_p", "top_k")}
     named: JsonBody = {"type": "function", "function": {"name": limits.call_of}}
     body: JsonBody = {
         **filters,
         "model": given.get("model"),
-        "messages": list(asked.messages),
-        "tools": [tool.schema for tool in asked.tools],
+        "messages": list(parsed.messages),
+        "tools": [tool.schema for tool in parsed.tools],
         "tool_choice": named if limits.call_of else "required" if limits.must_call else None,
         "max_tokens": limits.max_tokens,
         "stop": limits.stop,
@@ -207,15 +207,15 @@ def read_dialect(dialect: Dialect, histories: Histories, raw: bytes) -> tuple[Se
     }
     request = read_body(ChatRequest, json.dumps(body).encode())
     set_filters = {name: value for name, value in filters.items() if value is not None}
-    return replace(asked, echo={**asked.echo, **set_filters}), request
+    return replace(parsed, echo={**parsed.echo, **set_filters}), request
 
 
 async def sample_dialect(
-    service: CompletionService, request: ChatRequest, asked: SessionRequest
+    service: CompletionService, request: ChatRequest, parsed: SessionRequest
 ) -> Sequence[PendingTurn]:
     """Return the reply to a request of another dialect, which its `watch` observes. Raises BadRequest, EngineError."""
     prompt, name = await _chat_prompt(service, request), secrets.token_hex(12)
-    limits = asked.limits
+    limits = parsed.limits
     with service.use_adapter(request.model) as adapter:
         if limits.watch is not None:
             TOKEN_WATCHERS[f"{name}-0"] = partial(limits.watch, len(prompt.ids))
@@ -225,7 +225,7 @@ async def sample_dialect(
             TOKEN_WATCHERS.pop(f"{name}-0", None)
     if done.finish_reason == "abort":
         raise EngineError("The request was aborted.")
-    parse = partial(prompt.renderer.parse, done.tokens, prompt.turn, done.finish_reason, asked.tools)
+    parse = partial(prompt.renderer.parse, done.tokens, prompt.turn, done.finish_reason, parsed.tools)
     action, stopped_by = cut_at_stop(await service.threads.do(parse), limits.stop)
     return [PendingTurn(action, prompt.ids, done.tokens, lambda: None, stopped_by=stopped_by)]
 

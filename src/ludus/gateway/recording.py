@@ -99,11 +99,11 @@ class SessionRecorder(SessionServer):
         if not self.has_token(request):
             raise BadRequest("This path needs the server's session token.", _UNAUTHORIZED)
         check_json(request)
-        asked = read_body(_OpenSession, await request.body())
+        parsed = read_body(_OpenSession, await request.body())
         if len(self._open) >= self._limits.max_sessions:
             raise EngineBusy(f"{self._limits.max_sessions} sessions are open.", "Retry later.")
         name = next(self._names)
-        task = Task(asked.task or name, (), None)
+        task = Task(parsed.task or name, (), None)
         session = AgentSession(partial(self._make_chat, name), self._limits.rollout)
         session.address = await self.add(session)
         offer = TaskOffer(task, (), session.address)

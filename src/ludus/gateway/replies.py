@@ -48,42 +48,42 @@ Commit = Callable[[str, Sequence[PendingTurn], Response], Awaitable[None]]
 
 
 async def respond(
-    request: Request, dialect: Dialect, asked: SessionRequest, renderer: Renderer | None, sample: Sample, commit: Commit
+    request: Request, dialect: Dialect, body: SessionRequest, renderer: Renderer | None, sample: Sample, commit: Commit
 ) -> Response:
     """Sample the reply to a request, and return or stream it. Without a renderer, a stream is sent at its end."""
     name = secrets.token_hex(12)
 
     async def commit_all(turns: Sequence[PendingTurn]) -> None:
-        content, kind = dialect.content(asked, name, turns)
+        content, kind = dialect.content(body, name, turns)
         await commit(name, turns, Response(content, media_type=kind))
 
-    if (text := _streamed_text(asked, renderer)) is not None:
-        live = _LiveReply(dialect, asked, name, text)
+    if (text := _streamed_text(body, renderer)) is not None:
+        live = _LiveReply(dialect, body, name, text)
         pieces = live.pieces(request, sample)
         if first := await anext(pieces, b""):
             return _LiveResponse(live, first, pieces, request, commit_all)
         turns = live.turns
     else:
-        turns = await until_disconnect(request, sample(asked))
+        turns = await until_disconnect(request, sample(body))
     if turns is None:
         return Response(status_code=CLIENT_GONE)
-    content, kind = dialect.content(asked, name, turns)
+    content, kind = dialect.content(body, name, turns)
     return _Reply(content, kind, request, partial(commit, name, turns, Response(content, media_type=kind)))
 
 
 def count_tokens(raw: bytes, renderer: Renderer | None) -> JsonBody:
     """Return the reply to a body of `count_tokens`, 0 without a renderer. Raises BadRequest."""
-    asked = MESSAGES.parse(raw, {})
+    body = MESSAGES.parse(raw, {})
     try:
-        return {"input_tokens": 0 if renderer is None else len(renderer.prompt(asked.messages, asked.tools))}
+        return {"input_tokens": 0 if renderer is None else len(renderer.prompt(body.messages, body.tools))}
     except (UserError, ValueError, TypeError, LookupError) as error:
         raise BadRequest(f"The messages cannot be rendered: {error}.") from error
 
 
-def keep_last(entries: OrderedDict[Name, Value], name: Name, value: Value, most: int) -> None:
-    """Add an entry, and remove the oldest one if there are more than `most`."""
+def keep_last(entries: OrderedDict[Name, Value], name: Name, value: Value, max_entries: int) -> None:
+    """Add an entry, and remove the oldest one if there are more than `max_entries`."""
     entries[name] = value
-    if len(entries) > most:
+    if len(entries) > max_entries:
         entries.popitem(last=False)
 
 
@@ -114,12 +114,12 @@ def error_reply(error: Exception, form: Callable[[int, str, str | None], JsonBod
     return response
 
 
-def _streamed_text(asked: SessionRequest, renderer: Renderer | None) -> StreamedText | None:
+def _streamed_text(body: SessionRequest, renderer: Renderer | None) -> StreamedText | None:
     """Return the text of a reply to stream; None if it cannot be streamed before its end."""
-    is_raw = asked.limits.prompt is not None
-    if not asked.stream or asked.num > 1 or renderer is None or not (is_raw or renderer.streams_text):
+    is_raw = body.limits.prompt is not None
+    if not body.stream or body.num > 1 or renderer is None or not (is_raw or renderer.streams_text):
         return None
-    return StreamedText(TextRules(renderer.tokenizer, asked.limits.stop), plain_only=not is_raw)
+    return StreamedText(TextRules(renderer.tokenizer, body.limits.stop), plain_only=not is_raw)
 
 
 @dataclass
@@ -127,7 +127,7 @@ class _LiveReply:
     """A reply that is being sampled. `turns` is set when it is complete, `sent` is the text that was streamed."""
 
     dialect: Dialect
-    asked: SessionRequest
+    body: SessionRequest
     name: str
     text: StreamedText
     turns: Sequence[PendingTurn] | None = None
@@ -142,8 +142,8 @@ class _LiveReply:
             with suppress(RuntimeError):  # the server has stopped
                 loop.call_soon_threadsafe(self._news.put_nowait, (num_prompt, tokens))
 
-        asked = replace(self.asked, limits=replace(self.asked.limits, watch=watch))
-        task = asyncio.ensure_future(sample(asked))
+        body = replace(self.body, limits=replace(self.body.limits, watch=watch))
+        task = asyncio.ensure_future(sample(body))
         task.add_done_callback(lambda _: self._news.put_nowait(None))
         try:
             while not await request.is_disconnected():
@@ -155,8 +155,8 @@ class _LiveReply:
                     self.turns = task.result()
                     return
                 if new := self.text.add(news[1], None):
-                    events = [] if self.sent.text else self.dialect.begin(self.asked, self.name, news[0])
-                    events.append(self.dialect.delta(self.asked, self.name, new, self.sent.num + len(events)))
+                    events = [] if self.sent.text else self.dialect.begin(self.body, self.name, news[0])
+                    events.append(self.dialect.delta(self.body, self.name, new, self.sent.num + len(events)))
                     self.sent = Sent(self.sent.text + new, self.sent.num + len(events))
                     yield b"".join(event_bytes(*event) for event in events)
         finally:
@@ -165,7 +165,7 @@ class _LiveReply:
     def rest(self) -> bytes:
         """Return the events that complete the reply."""
         assert self.turns is not None
-        events = self.dialect.events(self.asked, self.name, self.turns, self.sent)
+        events = self.dialect.events(self.body, self.name, self.turns, self.sent)
         return b"".join(event_bytes(*event) for event in events) + self.dialect.end
 
 

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Literal, TypeVar
 
 from ludus.chat.render import TemplateRenderer, Tokenizer
 from ludus.engines.base import Request
-from ludus.engines.embedded.engine import LocalEngine, Piece
+from ludus.engines.embedded.engine import CompletionChunk, LocalEngine
 from ludus.engines.models.lora import read_adapter
 from ludus.errors import EngineBusy
 from ludus.gateway.protocol.bodies import BadRequest, Sampling, TokenIds
@@ -224,7 +224,7 @@ class CompletionService:
         return self._names.setdefault(as_ids, TokenNames(self.model.tokenizer, as_ids))
 
     @property
-    def num_under_way(self) -> int:
+    def num_unfinished(self) -> int:
         return len(self._running)
 
     async def prompt_ids(self, prompt: str | TokenIds, *, add_special: bool) -> tuple[int, ...]:
@@ -295,10 +295,10 @@ class CompletionService:
         with self._registered(requests):
             return await self.engine.generate_batch(requests)
 
-    async def stream(self, name: str, batch: Batch, adapter: str | None) -> AsyncIterator[tuple[int, Piece]]:
+    async def stream(self, name: str, batch: Batch, adapter: str | None) -> AsyncIterator[tuple[int, CompletionChunk]]:
         """Yield pieces of several completions as they are sampled, with the index of the completion."""
         requests = _requests(name, batch, adapter)
-        queue: asyncio.Queue[tuple[int, Piece | BaseException]] = asyncio.Queue()
+        queue: asyncio.Queue[tuple[int, CompletionChunk | BaseException]] = asyncio.Queue()
 
         async def follow(index: int, request: Request) -> None:
             try:

@@ -56,7 +56,7 @@ _CONTEXT: Final = 2**17  # bodies of up to this many tokens are accepted; the se
 
 @dataclass(eq=False)
 class Served:
-    """A session, the event loop that samples, and what retries and `previous_response_id` refer to."""
+    """A session, the event loop that samples, and its sent replies for retries and `previous_response_id`."""
 
     key: str
     session: AgentSession
@@ -65,14 +65,14 @@ class Served:
     histories: OrderedDict[str, Sequence[Message]] = field(default_factory=OrderedDict)
     num_running: int = 0
 
-    async def sample(self, asked: SessionRequest) -> list[PendingTurn]:
+    async def sample(self, parsed: SessionRequest) -> list[PendingTurn]:
         """Sample all replies of a request on the session's event loop."""
         if self.num_running >= MAX_RUNNING:
             raise EngineBusy(f"The session is already sampling {MAX_RUNNING} replies.", "Retry later.")
 
         async def replies() -> list[PendingTurn]:
-            sample = partial(self.session.sample, asked.messages, asked.tools, asked.limits)
-            return list(await asyncio.gather(*(sample() for _ in range(asked.num))))
+            sample = partial(self.session.sample, parsed.messages, parsed.tools, parsed.limits)
+            return list(await asyncio.gather(*(sample() for _ in range(parsed.num))))
 
         self.num_running += 1
         client = self.session.client
@@ -85,7 +85,7 @@ class Served:
             if client is not None:
                 client.hold(-1)
 
-    async def commit(self, name: str, asked: SessionRequest, turns: Sequence[PendingTurn]) -> None:
+    async def commit(self, name: str, parsed: SessionRequest, turns: Sequence[PendingTurn]) -> None:
         """Add replies to the rollout."""
 
         async def commit_all() -> None:
@@ -94,7 +94,7 @@ class Served:
 
         await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(commit_all(), self.loop))
         self.session.add_response(name, [turn.place for turn in turns])
-        keep_last(self.histories, f"resp_{name}", [*asked.messages, turns[0].action.message], _MAX_HISTORIES)
+        keep_last(self.histories, f"resp_{name}", [*parsed.messages, turns[0].action.message], _MAX_HISTORIES)
 
 
 _Act = Callable[[Request, Served], Awaitable[Response]]
@@ -215,14 +215,14 @@ class SessionServer:
         retry = _retry_key(request, raw)
         if _is_retry(request) and retry in served.sent:
             return served.sent[retry]
-        asked = dialect.parse(raw, served.histories)
-        renderer = served.session.renderer if asked.stream else None
+        parsed = dialect.parse(raw, served.histories)
+        renderer = served.session.renderer if parsed.stream else None
 
         async def commit(name: str, turns: Sequence[PendingTurn], response: Response) -> None:
-            await served.commit(name, asked, turns)
+            await served.commit(name, parsed, turns)
             keep_last(served.sent, retry, response, _MAX_SENT)
 
-        return await respond(request, dialect, asked, renderer, served.sample, commit)
+        return await respond(request, dialect, parsed, renderer, served.sample, commit)
 
     async def _count(self, request: Request, served: Served) -> Response:
         raw = await request.body()

@@ -1,4 +1,4 @@
-"""Read what a report shows from run folders, and summarise it as tables.
+"""Read the data of a report from run folders, and summarise it as tables.
 
 A report of several runs groups those that differ only in their seed. Rollouts are read for the first and the last
 steps only.
@@ -47,7 +47,7 @@ NUMBERS: Final[dict[str, Callable[[RolloutRecord], float]]] = {
 
 @dataclass(frozen=True)
 class ReportedRun:
-    """What a report shows of one run. `early` and `late` are rollouts of the first and the last steps."""
+    """Data of one run in a report. `early` and `late` are rollouts of the first and the last steps."""
 
     name: str
     folder: RunFolder
@@ -77,7 +77,7 @@ class ReportedRun:
 
     @property
     def missing(self) -> list[str]:
-        """What the run does not have, one sentence each."""
+        """Missing data of the run, one sentence each."""
         tests = {
             "No step has finished yet.": not self.metrics,
             "One step only: curves are points.": len(self.metrics) == 1,

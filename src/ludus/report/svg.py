@@ -20,7 +20,7 @@ Points = Sequence[tuple[float, float]]
 
 
 def style(number: int) -> str:
-    """Return the class of a colour, with dashes after the last colour."""
+    """Return the CSS class of a curve; curves beyond the number of colours are dashed."""
     return f"c{number % COLOURS}" + (" dashed" if number >= COLOURS else "")
 
 

@@ -120,7 +120,7 @@ def _short(text: str, type_: JSON) -> Quantity | Expression | ExpectedAnswers:
 def _accepted(answers: list[JSON]) -> ExpectedAnswers:
     texts = tuple(answer for answer in answers if isinstance(answer, str) and normalise(answer))
     if not texts or len(texts) < len(answers):
-        raise ValueError('"answer" is not a list of texts with words to compare')
+        raise ValueError('"answer" must be a list of texts with words')
     return ExpectedAnswers(texts)
 
 
@@ -131,7 +131,7 @@ def _choice(answer: JSON, options: JSON) -> Choice:
         raise ValueError('"options" must be at least two texts, or texts by letter')
     texts = {letter: text for letter, text in options.items() if isinstance(text, str)}
     if texts.keys() != options.keys() or not texts.keys() <= set(string.ascii_uppercase):
-        raise ValueError('"options" are not texts by letters from A to Z')
+        raise ValueError('"options" must map letters from A to Z to texts')
     letters = [letter for letter, text in texts.items() if answer in (letter, text)]
     if len(letters) != 1:
         raise ValueError(f'"answer" is {answer!r}, not one of the options')

@@ -43,7 +43,7 @@ class AgentError(RuntimeError):
 
 @dataclass(frozen=True)
 class AgentResult:
-    """What an agent ends with. `error` is empty unless it failed; a reported `reward` replaces the environment's."""
+    """Result of an agent. `error` is empty unless it failed; a reported `reward` replaces the environment's."""
 
     answer: str | None = None
     reward: float | None = None

@@ -92,7 +92,7 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class ReplyLimits:
-    """What a request may set: the maximum number of tokens, strings that end the reply, and a guide.
+    """Limits that a request may set: the maximum number of tokens, strings that end the reply, and a guide.
 
     With `must_call` the reply has a call, of the tool `call_of` if that is set. With `prompt`, the reply follows that
     text or these tokens, in place of messages. `watch` is called with the number of tokens of the prompt and new tokens

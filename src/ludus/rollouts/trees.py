@@ -78,7 +78,7 @@ def join_rows(rows: Sequence[tuple[Sequence[Segment], int, int]]) -> tuple[list[
 
 @dataclass(frozen=True, slots=True)
 class RowStart:
-    """How a row begins: its first `shared` tokens equal those of row `of`, from which it forks after `recorded` tokens.
+    """Start of a row: its first `shared` tokens equal those of row `of`, from which it forks after `recorded` tokens.
 
     `recorded` is 0 if no segment is common. `before` and `after` are the next tokens of row `of` and of this row, and
     `segments` are those of no earlier row.

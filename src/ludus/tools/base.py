@@ -92,7 +92,7 @@ def shared_by(num_processes: int) -> Iterator[None]:
 
 @asynccontextmanager
 async def call_timeout(limit_s: float) -> AsyncIterator[asyncio.Timeout]:
-    """Raise TimeoutError if a call takes longer than `limit_s`, without waits for sandbox slots, also of its tasks."""
+    """Raise TimeoutError if a call takes longer than `limit_s`, except waits for sandbox slots, also in its tasks."""
     async with asyncio.timeout(limit_s) as timeout:
         token = CALL_TIMEOUTS.set((*CALL_TIMEOUTS.get(), PausableTimeout(timeout)))
         try:

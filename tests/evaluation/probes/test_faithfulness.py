@@ -63,9 +63,9 @@ def test_policy_without_reasoning_raises_error():
 
 
 def test_split_reasoning_parts_concatenate_to_the_sampled_tokens():
-    from ludus.evaluation.probes.common import play
+    from ludus.evaluation.probes.common import roll_out
 
-    episode = asyncio.run(play(maker(noise)(None), PLAN.requests()))[0]
+    episode = asyncio.run(roll_out(maker(noise)(None), PLAN.requests()))[0]
     parts = split_reasoning(episode, renderer().tokenizer, "</think>")
     whole = (*parts.opening, *parts.tokens, *parts.closing)
     assert whole == parts.turn.tokens[: len(whole)]

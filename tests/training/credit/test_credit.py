@@ -13,7 +13,7 @@ from algorithm_parts import FUNCTIONS, GREEDY_ADVANTAGES, GROUP_ADVANTAGES, TURN
 from ludus.algorithms import advantages
 from ludus.algorithms.advantages import optimal_token_baseline
 from ludus.algorithms.algorithm import PartOptions
-from ludus.algorithms.kl import control_of, penalised_advantages, penalised_rewards
+from ludus.algorithms.kl import kl_controller, penalised_advantages, penalised_rewards
 from ludus.algorithms.shaping import soft_overlong
 from ludus.algorithms.spec.resolve import PRESETS, resolve
 from ludus.config.load import load_config
@@ -432,7 +432,7 @@ def test_initial_entropy_is_measured_once_and_saved(bound, filters):
     """The tiny model starts near ln 61; a bound below that would keep nothing, and is switched off."""
     episodes, one = real_group()
     one.algorithm = replace(PRESETS["gtpo"], options=PartOptions(loss={"entropy_bound": bound}))
-    control = control_of(load_config("guess", []), one.algorithm.kl_coef)
+    control = kl_controller(load_config("guess", []), one.algorithm.kl_coef)
     learning = TrainStep(SimpleNamespace(config=load_config("guess", [])), one, control, Ledger())
     credits = learning._prepare(1, assign_credit([episodes], one.algorithm))
     assert {c.outcome for c in credits} == {RolloutOutcome.TRAINED}

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from ludus.algorithms.algorithm import PartOptions
-from ludus.algorithms.kl import KlState, control_of
+from ludus.algorithms.kl import KLState, kl_controller
 from ludus.algorithms.objective import Normalizer, objective
 from ludus.algorithms.spec.resolve import PRESETS, resolve
 from ludus.algorithms.tensors import TokenBatch
@@ -40,7 +40,7 @@ def control(kl_coef=0.5, steps=10, **settings):
     given = Config.model_validate(
         {"algorithm": {"kl_coef": kl_coef}, "training": {"steps": steps}, "kl_control": settings}
     )
-    return control_of(given, resolve(given.algorithm).kl_coef)
+    return kl_controller(given, resolve(given.algorithm).kl_coef)
 
 
 def test_a_schedule_follows_the_training_steps():
@@ -62,7 +62,7 @@ def test_controllers_answer_the_kl_and_come_back_from_a_checkpoint():
         (one, control(kind="adaptive", target=0.01, horizon=100)),
         (pid, control(kind="pid", target=0.01, kp=1.0, ki=2.0, kd=4.0)),
     ):
-        stored = KlState(**json.loads(json.dumps(asdict(used.state))))
+        stored = KLState(**json.loads(json.dumps(asdict(used.state))))
         assert fresh.restored(stored) == used
         assert fresh.restored(replace(stored, base=0.4)) == fresh
 
@@ -75,7 +75,7 @@ def test_the_guard_adapts_unless_an_expected_value_is_set():
     assert free.pause_reason(0.35) == ""  # step 1 alone is older than the window, whose middle is step 5
     said = free.pause_reason(0.5)
     assert "0.108 nats per token over the last steps, more than 2 times the expected 0.05" in said
-    stored = KlState(**json.loads(json.dumps(asdict(free.state))))
+    stored = KLState(**json.loads(json.dumps(asdict(free.state))))
     assert control(guard_factor=2.0, guard_warmup=6).restored(stored) == free
     assert control(guard_factor=2.0).update(0.01, 8).pause_reason(9.0) == ""
     told = control(guard_factor=2.0, guard_expected=0.5)

@@ -2,8 +2,8 @@
 
 Every function takes its tensors by keyword, computes in float64 and returns [N, L], 0 off the mask (also for NaN
 inputs): `rewards` [N] (or `turn_rewards` [N, K] with `turn` [N, L]), `group` [N] integers, `mask` [N, L], and its own
-inputs. Equal rewards of a group, up to rounding, result in exactly 0. ValueError names the row of a non-finite number
-at a used position, or of a group with one member if members are compared. The package exports all public names.
+inputs. Equal rewards of a group, up to rounding, result in exactly 0. A non-finite number at a used position, and a
+group of one if members are compared, raise a ValueError that names the row. The package exports all public names.
 """
 
 from __future__ import annotations

@@ -244,7 +244,7 @@ def _gigpo(*, rewards: Tensor, turn_rewards: Tensor, **inputs: Unpack[_StateInpu
 
 
 @AdvantageSpec(
-    help="branches of a fork compared with each other",
+    help="comparison of the branches of each fork",
     needs={Need.GROUP, Need.STD, Need.BRANCHES},
     options={"scale": Option("divide by the standard deviation, or do not", choices=SCALES)},
 )

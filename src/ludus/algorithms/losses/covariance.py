@@ -1,4 +1,4 @@
-"""Clip-Cov and KL-Cov: restrict updates on the few tokens with a high covariance of log-probability and advantage.
+"""Clip-Cov and KL-Cov: restrict the update of tokens with a high covariance of log-probability and advantage.
 
 Means, covariances and the selection are those of the whole batch and computed once per step, so that they do not
 depend on the split into microbatches (other frameworks compute them per microbatch).
@@ -54,7 +54,7 @@ def token_covariance(*, old_logprobs: Tensor, advantages: Tensor, mask: Tensor, 
     return select(logprob * (select(advantages.detach(), mask) - means.advantage), mask)
 
 
-def choose_between(
+def select_clip_cov(
     *, covariance: Tensor, mask: Tensor, seed: int, share: float = 2e-4, low: float = 1.0, high: float = 5.0
 ) -> Tensor:
     """Return a random sample of `max(1, floor(share M))` action tokens with `low < covariance < high`, [N, L].
@@ -70,7 +70,7 @@ def choose_between(
     return _smallest(keys, eligible, _count(share, mask))
 
 
-def choose_highest(*, covariance: Tensor, mask: Tensor, share: float = 2e-4) -> Tensor:
+def select_kl_cov(*, covariance: Tensor, mask: Tensor, share: float = 2e-4) -> Tensor:
     """Return the `max(1, floor(share M))` action tokens with the highest covariance, [N, L] bool; ties by position.
 
     For KL-Cov (arXiv:2505.22617), over the whole batch. `share` 2e-4 as in verl; the authors use
@@ -82,7 +82,7 @@ def choose_highest(*, covariance: Tensor, mask: Tensor, share: float = 2e-4) -> 
 
 
 @LossSpec(
-    help="PPO without the gradient of some tokens of high covariance",
+    help="PPO without the gradient of some tokens with a high covariance",
     needs={Need.CLIP, Need.DUAL_CLIP, Need.TOKEN_CHOICE},
     options={
         "share": Option("fraction of the tokens that is chosen", _SHARE, default=2e-4),
@@ -91,45 +91,45 @@ def choose_highest(*, covariance: Tensor, mask: Tensor, share: float = 2e-4) -> 
     },
     ratio_part="The clip",
     cut=token_cut,
-    choose=choose_between,
+    choose=select_clip_cov,
 )
 def clip_cov(*, chosen: Tensor | None = None, **inputs: Unpack[ClipInputs]) -> Tensor:
     """Return `ppo_clip`, and 0 with no gradient on the tokens of `chosen`, [N, L] (arXiv:2505.22617).
 
-    `chosen` [N, L] bool comes from `choose_between` over the whole batch; None: its defaults with seed 0
-    over these rows. The tokens stay in the normaliser.
+    `chosen` [N, L] bool comes from `select_clip_cov` over the whole batch; None: that of these rows, with its
+    defaults and seed 0. The tokens stay in the normaliser.
     """
     mask = inputs["mask"]
     if chosen is None:
         covariance = _covariance(inputs["old_logprobs"], inputs["advantages"], mask)
-        chosen = choose_between(covariance=covariance, mask=mask, seed=0)
+        chosen = select_clip_cov(covariance=covariance, mask=mask, seed=0)
     check_shapes(mask, chosen=chosen)
     return select(ppo_clip(**inputs), ~chosen.bool())
 
 
 @LossSpec(
-    help="a KL on the tokens of the highest covariance",
+    help="a KL penalty on the tokens with the highest covariance",
     needs={Need.TOKEN_CHOICE},
     options={
         "share": Option("fraction of the tokens that is chosen", _SHARE, default=2e-4),
         "coef": Option("coefficient of the KL of chosen tokens", NOT_NEGATIVE),
     },
     ratio_part="The KL of the chosen tokens",
-    choose=choose_highest,
+    choose=select_kl_cov,
 )
 def kl_cov(*, chosen: Tensor | None = None, coef: float = 1.0, **inputs: Unpack[PolicyInputs]) -> Tensor:
     """Return `-ratio A`, plus `coef |logprobs - old|` on the tokens of `chosen`, [N, L] (arXiv:2505.22617).
 
-    `chosen` [N, L] bool comes from `choose_highest` over the whole batch; None: its defaults over
-    these rows. `coef` 1 as in the paper and verl. No clip.
+    `chosen` [N, L] bool comes from `select_kl_cov` over the whole batch; None: that of these rows, with its
+    defaults. `coef` 1 as in the paper and verl. No clip.
     """
     if chosen is None:
         covariance = _covariance(inputs["old_logprobs"], inputs["advantages"], inputs["mask"])
-        chosen = choose_highest(covariance=covariance, mask=inputs["mask"])
+        chosen = select_kl_cov(covariance=covariance, mask=inputs["mask"])
     tokens = PolicyTokens.of(**inputs)
     check_shapes(tokens.mask, chosen=chosen)
     loss = -tokens.ratio * tokens.scores
-    # Not `tokens.gap`, which is that of the ratio: the gradients of both are summed in a fixed order.
+    # Recomputed instead of `tokens.gap`, so that the gradients of ratio and penalty are summed in a fixed order.
     gap = select(inputs["logprobs"], tokens.mask) - select(inputs["old_logprobs"], tokens.mask).detach()
     return select(loss, tokens.mask) + coef * select(gap.abs(), tokens.mask & chosen.bool())
 

@@ -299,7 +299,7 @@ class _ServerVersion(BaseModel):
 
 
 def check_server(url: str, api: str) -> Iterator[DoctorFinding]:
-    """Yield findings about an OpenAI-compatible server: models, version, latency, speed, and what RL needs."""
+    """Yield findings about an OpenAI-compatible server: models, version, latency, speed, and the requirements of RL."""
     from ludus.engines.remote.api_adapters import ModelList
     from ludus.engines.remote.http_client import get_once
 

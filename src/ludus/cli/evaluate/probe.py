@@ -1,4 +1,4 @@
-"""Probe how a model behaves: change its episodes, compare two checkpoints, or recombine attempts."""
+"""Probe a model: change its episodes, compare two checkpoints, or recombine attempts."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ludus.envs.base import World
 from ludus.envs.registry import closing
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import check_split
-from ludus.evaluation.probes.common import Measured, ProbePlan, ProbeReport, play
+from ludus.evaluation.probes.common import MeanEstimate, ProbePlan, ProbeReport, roll_out
 from ludus.evaluation.probes.counterfactuals import measure_counterfactuals
 from ludus.evaluation.probes.endpoint import diagnose_endpoint
 from ludus.evaluation.probes.scaling import measure_scaling
@@ -28,8 +28,8 @@ TASKS, SAMPLES = 32, 8
 
 
 @dataclass(frozen=True)
-class ProbeCall:
-    """What a probe measures with: arguments, configuration, world, model and plan."""
+class ProbeContext:
+    """Input of a probe: arguments, configuration, world, model and plan."""
 
     args: argparse.Namespace
     config: Config
@@ -40,18 +40,18 @@ class ProbeCall:
 
 @dataclass(frozen=True)
 class ProbeKind:
-    """A kind of probe: its measurement, the options that only some kinds take, and its default temperature.
+    """A kind of probe: its measurement, its options out of `OPTIONS`, and its default temperature.
 
     `endpoint`: whether it can probe an endpoint.
     """
 
-    measure: Callable[[ProbeCall], Awaitable[ProbeReport]]
+    measure: Callable[[ProbeContext], Awaitable[ProbeReport]]
     options: tuple[str, ...] = ()
     temperature: float = 1.0
     endpoint: bool = True
 
 
-async def _faithfulness(call: ProbeCall) -> ProbeReport:
+async def _faithfulness(call: ProbeContext) -> ProbeReport:
     from ludus.chat.parse_json import THINK_CLOSE
     from ludus.evaluation.probes.faithfulness import measure_faithfulness
 
@@ -59,17 +59,17 @@ async def _faithfulness(call: ProbeCall) -> ProbeReport:
     return await measure_faithfulness(call.backend.scheduler, tokenizer, call.plan, marker)
 
 
-async def _paraphrase(call: ProbeCall) -> ProbeReport:
+async def _paraphrase(call: ProbeContext) -> ProbeReport:
     from ludus.evaluation.probes.paraphrase import measure_paraphrase, read_paraphrases
 
     prompts = read_paraphrases(call.args.paraphrases) if call.args.paraphrases else None
     return await measure_paraphrase(call.backend.scheduler, call.plan, prompts)
 
 
-async def _forks(call: ProbeCall) -> ProbeReport:
+async def _forks(call: ProbeContext) -> ProbeReport:
     from ludus.evaluation.probes.two_models import forks_report, teacher_forced, usable
 
-    episodes = usable(await play(call.backend.scheduler(call.plan.sampling), call.plan.requests()))
+    episodes = usable(await roll_out(call.backend.scheduler(call.plan.sampling), call.plan.requests()))
     async with base_backend(call) as base:
         models = (base.loaded.session.model, call.backend.loaded.session.model)
         first, second = ([teacher_forced(model, one.segments) for one in episodes] for model in models)
@@ -78,7 +78,7 @@ async def _forks(call: ProbeCall) -> ProbeReport:
     return forks_report(tasks, views, tokenizer, call.plan.seed)
 
 
-async def _swap(call: ProbeCall) -> ProbeReport:
+async def _swap(call: ProbeContext) -> ProbeReport:
     from ludus.evaluation.probes.two_models import measure_swap
 
     async with base_backend(call) as base:
@@ -87,7 +87,7 @@ async def _swap(call: ProbeCall) -> ProbeReport:
         return await measure_swap(makers, engines, call.plan)
 
 
-async def _transfer(call: ProbeCall) -> ProbeReport:
+async def _transfer(call: ProbeContext) -> ProbeReport:
     from ludus.cli.evaluate.probe_transfer import measure_transfer
 
     async with base_backend(call) as base:
@@ -95,7 +95,7 @@ async def _transfer(call: ProbeCall) -> ProbeReport:
 
 
 @asynccontextmanager
-async def base_backend(call: ProbeCall) -> AsyncIterator[EvalBackend]:
+async def base_backend(call: ProbeContext) -> AsyncIterator[EvalBackend]:
     """Open the checkpoint of --base-step. Raises UserError without --run, or if it is the probed checkpoint."""
     if call.args.run is None:
         raise UserError(f"`ludus probe {call.args.kind}` compares checkpoints of a run.", "Add --run.")
@@ -155,7 +155,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
 
 
 def _settings(args: argparse.Namespace, kind: ProbeKind) -> list[str]:
-    """Return the settings that the options stand for."""
+    """Return the options as settings."""
     temperature = kind.temperature if args.temperature is None else args.temperature
     given = {"splits": json.dumps([args.split]), "temperatures": f"[{temperature}]", "tasks": str(args.tasks)}
     return [word for name, value in given.items() for word in (f"--evaluation.{name}", value)]
@@ -185,15 +185,15 @@ async def _measure(
 ) -> tuple[ProbeReport, int]:
     """Return the report, and the training step of the probed model."""
     async with open_backend(args, config, world, args.step) as backend, closing(world):
-        return await kind.measure(ProbeCall(args, config, world, backend, plan)), backend.step
+        return await kind.measure(ProbeContext(args, config, world, backend, plan)), backend.step
 
 
 def report_table(report: ProbeReport) -> FittedTable:
     """Return the rows as a table; with 3 or more columns of intervals, these are on a second line."""
-    measured = {name for row in report.rows for name, cell in row.items() if isinstance(cell, Measured)}
+    measured = {name for row in report.rows for name, cell in row.items() if isinstance(cell, MeanEstimate)}
     between = "\n[" if len(measured) > 2 else " ["
     cells = [
-        [str(cell).replace(" [", between) if isinstance(cell, Measured) else cell for cell in row.values()]
+        [str(cell).replace(" [", between) if isinstance(cell, MeanEstimate) else cell for cell in row.values()]
         for row in report.rows
     ]
     return make_table([TableColumn(name, wrap=True) for name in report.rows[0]], cells, report.title)

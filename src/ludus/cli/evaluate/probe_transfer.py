@@ -15,7 +15,7 @@ from ludus.envs.base import World
 from ludus.envs.registry import build_world, check_sandbox, closing
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import check_split
-from ludus.evaluation.probes.common import ProbePlan, ProbeReport, play, success_rates
+from ludus.evaluation.probes.common import ProbePlan, ProbeReport, roll_out, success_rates
 from ludus.evaluation.probes.two_models import BeforeAfter, teacher_forced, transfer_report
 from ludus.training.datasets.files import read_dialogues
 from ludus.training.datasets.sources import dialogue_segments
@@ -50,7 +50,7 @@ async def _success(pair: Pair, config: Config, world: World, plan: ProbePlan) ->
         renderer = make_renderer(config.env, opened.session.tokenizer)
         session = replace(opened.session, config=config, world=world, renderer=renderer)
         scheduler = engine_backend(world, replace(opened, session=session)).scheduler(plan.sampling)
-        rates.append(success_rates(scheduler, await play(scheduler, plan.requests(plan.samples))))
+        rates.append(success_rates(scheduler, await roll_out(scheduler, plan.requests(plan.samples))))
     return rates[0], rates[1]
 
 

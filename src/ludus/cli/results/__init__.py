@@ -1,1 +1,1 @@
-"""Commands that look at runs: reports, transcripts, exports, rewards and behavior of saved rollouts."""
+"""Commands that read runs: reports, transcripts, exports, rewards and behavior of saved rollouts."""

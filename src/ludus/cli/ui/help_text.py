@@ -12,7 +12,7 @@ from typing import TextIO
 
 
 class HelpFormatter(argparse.HelpFormatter):
-    """Wrap paragraphs, and keep indented lines on lines of their own with a hanging indent."""
+    """Wrap paragraphs, and keep indented lines separate, with a hanging indent."""
 
     def format_help(self) -> str:
         """Return the help, whose usage may have lines that argparse does not break."""

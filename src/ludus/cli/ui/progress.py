@@ -252,8 +252,8 @@ def _worlds_table(comparisons: Sequence[Comparison]) -> FittedTable:
 def _print_examples(console: Console, folder: RunFolder, before: Evaluation | None, after: Evaluation) -> None:
     """Print three transcripts, the first of a task that failed before training and succeeds now."""
     chosen = choose_examples(before or after, after)
-    old = records_of(folder, before, chosen[:1]) if before else {}
-    new = records_of(folder, after, chosen)
+    old = first_rollouts(folder, before, chosen[:1]) if before else {}
+    new = first_rollouts(folder, after, chosen)
     for task_id in chosen:
         if task_id in old:
             console.rule("before training")
@@ -278,8 +278,8 @@ def choose_examples(before: Evaluation, after: Evaluation, num: int = 3) -> list
     return chosen + spare[: num - len(chosen)]
 
 
-def records_of(folder: RunFolder, result: Evaluation, task_ids: Sequence[str]) -> dict[str, RolloutRecord]:
-    """Return the first saved rollout of each of some tasks of an evaluation."""
+def first_rollouts(folder: RunFolder, result: Evaluation, task_ids: Sequence[str]) -> dict[str, RolloutRecord]:
+    """Return the first saved rollout of each task in `task_ids`."""
     found: dict[str, RolloutRecord] = {}
     for record in read_rollouts(folder.evaluations / f"{result.plan.name}.jsonl.gz"):
         if record.group in task_ids:

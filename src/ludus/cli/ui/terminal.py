@@ -213,7 +213,7 @@ def _plain_line(tasks: Sequence[Task]) -> str:
 
 
 def announce(text: str) -> None:
-    """Print on standard error what takes the next seconds."""
+    """Print the name of a step that takes seconds on standard error."""
     print(text, file=sys.stderr, flush=True)
 
 

@@ -92,7 +92,7 @@ class AlgorithmConfig(AlgorithmParts):
     options: PartOptionsConfig = PartOptionsConfig()
 
 
-class KlControlConfig(Section):
+class KLControlConfig(Section):
     """Schedule or controller of algorithm.kl_coef, and a guard that pauses the run at a high KL."""
 
     kind: Literal["constant", "linear", "cosine", "adaptive", "pid"] = "constant"

@@ -28,12 +28,12 @@ class LoraConfig(Section):
         if twice := [role for role, count in Counter(self.roles).items() if count > 1]:
             raise ValueError(f"model.lora.roles has {twice[0]!r} twice")
         if invalid := [role for role in self.roles if not re.fullmatch(r"[\w-]+", role)]:
-            allowed = "a role has letters, digits, - and _, without kind and number"
+            allowed = "a role has letters, digits, - and _ only (worker, not worker/0)"
             raise ValueError(f"model.lora.roles has {invalid[0]!r}, but {allowed}")
         return self
 
 
-class ScratchConfig(Section):
+class ModelInitConfig(Section):
     """The architecture of the small model that is created if no checkpoint is given."""
 
     vocab_size: int = Field(2048, ge=300)
@@ -71,16 +71,16 @@ class ModelConfig(Section):
     from_scratch: bool = False
     """Create tokenizer and model and run the cold start first, instead of loading a checkpoint."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Number format of the weights."""
+    """Data type of the weights."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of model and engine; `auto` is the GPU if there is one."""
     lora: LoraConfig | None = None
-    """Train low-rank adapters of this shape; if unset, all weights are trained."""
+    """Train low-rank adapters; if unset, all weights are trained."""
     master_weights: bool = True
     """With bfloat16 weights, let the optimizer update a float32 copy; otherwise small updates are lost to rounding."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory for a third more compute."""
-    init: ScratchConfig = ScratchConfig()
+    init: ModelInitConfig = ModelInitConfig()
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:

@@ -46,11 +46,11 @@ class PartConfig(Section):
     weight: float = 0.05
     """Weight in the sum; penalties are negative themselves and need a positive weight."""
     free: int | None = None
-    """extra_calls, extra_turns, long_answer, required: calls, turns or words without a penalty. Unset for others."""
+    """extra_calls, extra_turns, long_answer, required: calls, turns or words without penalty. Unset for other parts."""
     limit: int | None = None
     """The same parts, required: number from which the penalty is 1. Unset for other parts."""
     cap: int | None = None
-    """repeated_calls and invalid_calls: the number of such calls with a penalty of 1; if unset, 4."""
+    """repeated_calls and invalid_calls: number of such calls at which the penalty is 1; if unset, 4."""
     script: str | None = None
     """language_consistency: LATIN, CYRILLIC, CJK, ...; if unset, LATIN."""
     tool: str | None = None
@@ -85,7 +85,7 @@ class RewardsConfig(Section):
     schedule_steps: int | None = Field(None, ge=1)
     """Training steps of the schedule; if unset, the whole run."""
     caps: dict[str, float] = Field({})
-    """Bound on the absolute value of a part before weighting, at most and by default 1. Outcomes are not bounded."""
+    """Bounds of the absolute value of parts before weighting, at most and by default 1. Outcomes are not bounded."""
     allow_outweigh: bool = False
     """Allow the other parts together to change a reward by as much as the outcome or more."""
     normalise_by: str | None = None
@@ -112,7 +112,7 @@ class RewardsConfig(Section):
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         if self.normalise_over != "run" and self.normalise_by is None:
-            raise ValueError("rewards.normalise_over needs rewards.normalise_by, which is none")
+            raise ValueError("rewards.normalise_over needs rewards.normalise_by, which is unset")
         if self.model is not None and not self.models:
             raise ValueError("rewards.model is an empty list; name at least one reward model, or unset it")
         if len(set(self.models)) < len(self.models):

@@ -81,8 +81,8 @@ class EngineSettings:
 
 
 @dataclass(frozen=True, slots=True)
-class Piece:
-    """The next tokens of a streamed action. `finish_reason` is None until the last piece."""
+class CompletionChunk:
+    """New tokens of a streamed action. `finish_reason` is None until the last chunk."""
 
     tokens: tuple[int, ...]
     logprobs: tuple[float, ...]
@@ -117,14 +117,14 @@ class LocalEngine:
         before = torch.get_num_threads()
         _set_num_threads(settings.threads)
         try:
-            self._core, self._invariant = _make_scheduler(self._model, tokenizer, settings)
+            self._scheduler, self._invariant = _make_scheduler(self._model, tokenizer, settings)
         finally:
             _set_num_threads(before)
-        self._forward = self._core.runner
-        self._core.version = version
+        self._forward = self._scheduler.runner
+        self._scheduler.version = version
         self._roles = frozenset(name.removeprefix(ROLE_ADAPTER) for name in role_adapters(self._model))
-        self._sessions = SessionCache(self._core, keep_on_update=not settings.recompute_on_update)
-        self._worker = ComputeThread(self._core, settings.threads)
+        self._sessions = SessionCache(self._scheduler, keep_on_update=not settings.recompute_on_update)
+        self._worker = ComputeThread(self._scheduler, settings.threads)
 
     @property
     def context_tokens(self) -> int:
@@ -132,7 +132,7 @@ class LocalEngine:
 
     @property
     def version(self) -> int:
-        return self._core.version_of(self._versions.current)
+        return self._scheduler.version_of(self._versions.current)
 
     @property
     def batch_invariant(self) -> bool:
@@ -159,14 +159,14 @@ class LocalEngine:
         try:
             return [await asyncio.wrap_future(sequence.result) for sequence in sequences]
         except (asyncio.CancelledError, EngineError):  # abort the rest of the batch
-            self._worker.submit(lambda: list(map(self._core.abort, sequences)))
+            self._worker.submit(lambda: list(map(self._scheduler.abort, sequences)))
             raise
         finally:
             for task in watching:
                 task.cancel()
 
-    async def stream(self, request: Request) -> AsyncIterator[Piece]:
-        """Sample one action and yield its new tokens every 20 ms; the last piece has the finish reason."""
+    async def stream(self, request: Request) -> AsyncIterator[CompletionChunk]:
+        """Sample one action and yield its new tokens every 20 ms; the last chunk has the finish reason."""
         (sequence,) = await self._sequences([request])
         self._worker.submit(partial(self._sessions.add, sequence))
         done, num_sent = asyncio.wrap_future(sequence.result), 0
@@ -175,18 +175,18 @@ class LocalEngine:
                 await asyncio.wait({done}, timeout=_STREAM_INTERVAL_S)
                 until = len(sequence.versions)  # the worker appends a token's version last
                 if until > num_sent and not done.done():
-                    yield _piece(sequence, num_sent, until, None)
+                    yield _chunk(sequence, num_sent, until, None)
                     num_sent = until
             completion = done.result()
-            yield _piece(sequence, num_sent, len(completion.tokens), completion.finish_reason)
+            yield _chunk(sequence, num_sent, len(completion.tokens), completion.finish_reason)
         finally:
             if not done.done():
                 done.cancel()
-                self._worker.submit(partial(self._core.abort, sequence))
+                self._worker.submit(partial(self._scheduler.abort, sequence))
 
     def abort(self, episode: str) -> None:
         """End the episode's requests with the tokens so far and `finish_reason` "abort"."""
-        self._worker.submit(partial(self._core.abort_where, lambda sequence: sequence.request.episode == episode))
+        self._worker.submit(partial(self._scheduler.abort_where, lambda sequence: sequence.request.episode == episode))
 
     async def pause(self) -> None:
         """Pause computation until `resume`; requests stay queued. Returns between two passes."""
@@ -200,11 +200,11 @@ class LocalEngine:
 
     async def sleep(self) -> None:
         """Free the KV cache's memory until the next request. Raises EngineError if there are requests."""
-        await self._worker.call(self._core.sleep)
+        await self._worker.call(self._scheduler.sleep)
 
     async def relabel(self, version: int) -> None:
-        """Assign a version to the current weights; all later tokens carry it."""
-        await self._worker.call(partial(setattr, self._core, "version", version))
+        """Set the version of the current weights; all later tokens carry it."""
+        await self._worker.call(partial(setattr, self._scheduler, "version", version))
 
     def end_episode(self, episode: str) -> None:
         """End the episode but keep its cache entries for others until evicted."""
@@ -275,7 +275,7 @@ class LocalEngine:
         self._forward.close()
 
     def stats(self, *, reset: bool = False) -> EngineStats:
-        now, before = self._core.stats, self._drained
+        now, before = self._scheduler.stats, self._drained
         if reset:
             self._drained = now
         return now - before
@@ -340,16 +340,16 @@ class LocalEngine:
                 )
         for name, tensor in state.items():
             parameters[name].copy_(tensor)
-        self._core.new_weights(version, recompute=self._settings.recompute_on_update)
+        self._scheduler.new_weights(version, recompute=self._settings.recompute_on_update)
 
     def _load_adapter(self, name: str, version: int, state: Mapping[str, torch.Tensor], scaling: float) -> None:
         self._forward.adapters.load(name, state, scaling)
-        self._core.new_weights(version, recompute=self._settings.recompute_on_update, adapter=name)
+        self._scheduler.new_weights(version, recompute=self._settings.recompute_on_update, adapter=name)
 
     def _unload_adapter(self, name: str) -> None:
-        self._core.abort_where(lambda one: one.adapter == name, EngineError(f"The adapter {name!r} was unloaded."))
+        self._scheduler.abort_where(lambda one: one.adapter == name, EngineError(f"The adapter {name!r} was unloaded."))
         self._forward.adapters.unload(name)
-        self._core.drop_adapter(name)
+        self._scheduler.drop_adapter(name)
 
 
 def _make_scheduler(
@@ -368,10 +368,10 @@ def _make_scheduler(
         store = StateStore(settings.kv_cache_tokens, 2 * settings.max_batch)
         return GenericScheduler(generic, tokenizer, store, settings.max_batch, pass_tokens), False
     slots = (settings.max_batch, settings.context_tokens)
-    core = BatchScheduler(forward, tokenizer, RadixCache(num_pages), slots, pass_tokens)
+    scheduler = BatchScheduler(forward, tokenizer, RadixCache(num_pages), slots, pass_tokens)
     invariant = settings.batch_invariant and forward.compiled
-    core.block = forward.block_for(pass_tokens) if invariant else 1
-    return core, invariant
+    scheduler.block = forward.block_for(pass_tokens) if invariant else 1
+    return scheduler, invariant
 
 
 def _check_capacity(num_unfinished: int, num: int, limit: int) -> None:
@@ -386,19 +386,19 @@ def _check_capacity(num_unfinished: int, num: int, limit: int) -> None:
 
 
 async def _watch(sequence: SequenceState, watcher: Callable[[Sequence[int]], None]) -> None:
-    """Report new tokens of an action every 20 ms until it is complete; the last ones may be missing."""
+    """Call `watcher` with new tokens every 20 ms until the action is complete; the last ones may be missing."""
     num_sent = 0
     while not sequence.result.done():
         await asyncio.sleep(_STREAM_INTERVAL_S)
         until = len(sequence.versions)
         if until > num_sent:
-            watcher(_piece(sequence, num_sent, until, None).tokens)
+            watcher(_chunk(sequence, num_sent, until, None).tokens)
             num_sent = until
 
 
-def _piece(sequence: SequenceState, start: int, end: int, finish: FinishReason | None) -> Piece:
+def _chunk(sequence: SequenceState, start: int, end: int, finish: FinishReason | None) -> CompletionChunk:
     at = sequence.num_prompt
-    return Piece(
+    return CompletionChunk(
         tokens=tuple(sequence.tokens[at + start : at + end]),
         logprobs=tuple(sequence.logprobs[start:end]),
         versions=tuple(sequence.versions[start:end]),
@@ -415,7 +415,7 @@ class SessionCache:
     passes, so that no weight update falls between an episode's cache lookup and its first pass.
     """
 
-    core: SequenceScheduler
+    scheduler: SequenceScheduler
     keep_on_update: bool
     _histories: dict[str, tuple[str, tuple[int, ...]]] = field(default_factory=dict, init=False)
     _cache_roots: dict[str, str] = field(default_factory=dict, init=False)
@@ -427,9 +427,9 @@ class SessionCache:
         """Queue a sequence on its episode's cache branch."""
         episode, sequence.cache_root = sequence.request.episode, sequence.adapter
         if self.keep_on_update and episode:  # separate from episodes that started under other weights
-            root = root_name(sequence.adapter, self.core.version_of(sequence.adapter))
+            root = root_name(sequence.adapter, self.scheduler.version_of(sequence.adapter))
             sequence.cache_root = self._cache_roots.setdefault(episode, root)
-        self.core.add(sequence)
+        self.scheduler.add(sequence)
 
     def ended(self, sequence: SequenceState) -> None:
         """Record the computed history of the sequence; the last token has no cache entry."""
@@ -443,14 +443,14 @@ class SessionCache:
     def release(self, episode: str) -> None:
         """End the episode and free the cache entries that it shares with no other."""
         if (history := self.end(episode)) is not None:
-            self.core.release_episode(episode, *history)
+            self.scheduler.release_episode(episode, *history)
 
 
 class ComputeThread:
     """Thread that runs a scheduler; `submit` and `call` run functions on it between two passes."""
 
-    def __init__(self, core: SequenceScheduler, threads: int) -> None:
-        self._core, self._threads = core, threads
+    def __init__(self, scheduler: SequenceScheduler, threads: int) -> None:
+        self._scheduler, self._threads = scheduler, threads
         self._commands: deque[Callable[[], object]] = deque()
         self._wake = threading.Condition()
         self.closed = self._paused = False
@@ -504,9 +504,9 @@ class ComputeThread:
             for command in commands:
                 command()
             if closed:
-                self._core.fail_all(EngineError("The engine is closed."))
+                self._scheduler.fail_all(EngineError("The engine is closed."))
                 return
-            self._core.expire()
+            self._scheduler.expire()
             if self._has_work and not self._pause_s:
                 self._step()
 
@@ -517,16 +517,16 @@ class ComputeThread:
                 pause_s = self._pause_s
                 if self._has_work and not pause_s:
                     break
-                timeouts = [left for left in (self._core.next_timeout_s, pause_s or None) if left is not None]
+                timeouts = [left for left in (self._scheduler.next_timeout_s, pause_s or None) if left is not None]
                 self._wake.wait(min(timeouts, default=None))
-                if self._core.next_timeout_s == 0:
+                if self._scheduler.next_timeout_s == 0:
                     break
             commands, self._commands = self._commands, deque()
             return commands, self.closed
 
     @property
     def _has_work(self) -> bool:
-        return self._core.busy and not self._paused
+        return self._scheduler.busy and not self._paused
 
     @property
     def _pause_s(self) -> float:
@@ -537,12 +537,12 @@ class ComputeThread:
         """Run a pass. An error in one sequence fails that sequence; an error outside fails all."""
         begin = time.monotonic()
         try:
-            self._core.step()
+            self._scheduler.step()
         except EngineError as error:
-            self._core.fail_all(error)
+            self._scheduler.fail_all(error)
         except Exception as error:  # boundary: if the thread died, all callers would block forever
-            count = len(self._core.running)
-            self._core.fail_all(EngineError(f"Inference failed on a batch of {count}: {error}"))
+            count = len(self._scheduler.running)
+            self._scheduler.fail_all(EngineError(f"Inference failed on a batch of {count}: {error}"))
         self._pass_ended = time.monotonic()
         self._pass_s = self._pass_ended - begin
 

@@ -102,7 +102,7 @@ def attend(
     rows, dims = tl.arange(0, ROWS), tl.arange(0, PADDED)
     heads = head * GROUP + rows
     used = (rows < GROUP)[:, None] & (dims < WIDTH)[None, :]
-    asked = tl.load(query + token * query_token + heads[:, None] * query_head + dims[None, :], mask=used, other=0.0)
+    queries = tl.load(query + token * query_token + heads[:, None] * query_head + dims[None, :], mask=used, other=0.0)
     highest, total = tl.full([ROWS], float("-inf"), tl.float32), tl.zeros([ROWS], tl.float32)
     summed = tl.zeros([ROWS, PADDED], tl.float32)
     for start in range(first, last, BLOCK):
@@ -112,7 +112,7 @@ def attend(
         row = ((page * HEADS + head) * PAGE + at % PAGE) * WIDTH
         loaded = valid[:, None] & (dims < WIDTH)[None, :]
         key = tl.load(keys + row[:, None] + dims[None, :], mask=loaded, other=0.0)
-        score = tl.dot(asked, tl.trans(key), input_precision="ieee") * scale
+        score = tl.dot(queries, tl.trans(key), input_precision="ieee") * scale
         if CAPPED:
             score = softcap * (2.0 * tl.sigmoid(2.0 * score / softcap) - 1.0)  # tanh
         score = tl.where(valid[None, :], score, float("-inf"))

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.functional import rms_norm
 
 from ludus.config.paths import check_model_folder
-from ludus.config.sections.model import ScratchConfig
+from ludus.config.sections.model import ModelInitConfig
 from ludus.engines.base import ROLE_ADAPTER, first_line
 from ludus.engines.models import smollm2
 from ludus.engines.models.lora import is_peft, role_adapters
@@ -231,7 +231,7 @@ def save_model(
         ) from error
 
 
-def build_tiny(scratch: ScratchConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
+def build_tiny(scratch: ModelInitConfig, tokenizer: PreTrainedTokenizerBase, seed: int) -> PreTrainedModel:
     """Create a small random Qwen3 model in float32 on the CPU, with tied embeddings, deterministic in `seed`.
 
     The global random state is unchanged. Raises UserError if the vocabulary is too small.

@@ -1,1 +1,1 @@
-"""What evaluations and rollouts show beyond success: cost, behavior, contamination."""
+"""Analysis of evaluations and rollouts beyond success: cost, behavior, contamination."""

@@ -1,4 +1,4 @@
-"""How tasks were solved: measures of rollouts, their means over tasks with intervals, and paired differences.
+"""Behavior of the policy: measures of rollouts, their means over tasks with intervals, and paired differences.
 
 The measures are lexical: they compare words and need no model. A measure is absent where it does not apply, for
 example self-correction in an episode without a tool error. A task's value is the mean over its episodes.

@@ -1,4 +1,4 @@
-"""What an evaluation costs: tokens, tool calls, turns, seconds, and money by a table of prices."""
+"""Cost of an evaluation: tokens, tool calls, turns, seconds, and money by a table of prices."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the probes share: episodes, also from the middle of a recorded one, and reports with intervals over tasks."""
+"""Shared parts of the probes: episodes, also continued from recorded ones, and reports with intervals over tasks."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ def check_samples(samples: int, kind: str) -> None:
         raise UserError(f"`ludus probe {kind}` needs at least 2 samples, not {samples}.", "Increase --samples.")
 
 
-async def play(scheduler: Scheduler, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
+async def roll_out(scheduler: Scheduler, requests: Sequence[RolloutRequest]) -> list[Trajectory]:
     """Return the trajectories of requests in order. Raises UserError if a world does not repeat its observations."""
     try:
         found = [episode.trajectory for episode in await scheduler.run(requests)]
@@ -159,7 +159,7 @@ Scores = Mapping[str, float]
 
 
 @dataclass(frozen=True, slots=True)
-class Measured:
+class MeanEstimate:
     """A mean with its 95 % interval. `signed`: a difference; `percent`: a share, not a number of nats or tokens."""
 
     value: float
@@ -175,7 +175,7 @@ class Measured:
         return {"value": self.value, "low": self.interval.low, "high": self.interval.high, "text": str(self)}
 
 
-Cell = str | int | float | Measured | None
+Cell = str | int | float | MeanEstimate | None
 
 
 @dataclass(frozen=True)
@@ -194,7 +194,7 @@ class ProbeReport:
 
     def to_json(self) -> dict[str, JSON]:
         rows: list[JSON] = [
-            {name: cell.to_json() if isinstance(cell, Measured) else cell for name, cell in row.items()}
+            {name: cell.to_json() if isinstance(cell, MeanEstimate) else cell for name, cell in row.items()}
             for row in self.rows
         ]
         texts: list[JSON] = [{"name": name, "spans": [list(span) for span in spans]} for name, spans in self.texts]
@@ -222,7 +222,7 @@ def _text(cell: JSON) -> str:
     return str(cell["text"]) if isinstance(cell, dict) else "" if cell is None else str(cell)
 
 
-def mean_over_tasks(scores: Scores, *, percent: bool = True, seed: int = 0) -> Measured:
+def mean_over_tasks(scores: Scores, *, percent: bool = True, seed: int = 0) -> MeanEstimate:
     """Return the mean over tasks. Raises UserError for fewer than 2.
 
     0/1 scores have Wilson's interval, other shares `stats.clustered_interval`, nats and tokens a bootstrap interval.
@@ -230,21 +230,21 @@ def mean_over_tasks(scores: Scores, *, percent: bool = True, seed: int = 0) -> M
     values = list(scores.values())
     check_tasks_suffice(values)
     if percent and all(value in (0, 1) for value in values):
-        return Measured(sum(values) / len(values), stats.wilson(round(sum(values)), len(values)))
+        return MeanEstimate(sum(values) / len(values), stats.wilson(round(sum(values)), len(values)))
     if percent:
-        return Measured(math.fsum(values) / len(values), stats.clustered_interval(values))
+        return MeanEstimate(math.fsum(values) / len(values), stats.clustered_interval(values))
     found = stats.bootstrap_mean(values, seed=seed)
-    return Measured(found.mean, found.interval, percent=False)
+    return MeanEstimate(found.mean, found.interval, percent=False)
 
 
-def difference(after: Scores, before: Scores, *, percent: bool = True) -> Measured:
+def difference(after: Scores, before: Scores, *, percent: bool = True) -> MeanEstimate:
     """Return the paired `after - before`; nats have Student's interval. Raises UserError for fewer than 2 tasks."""
     check_tasks_suffice(list(after))
     if not percent:
         gaps = stats.t_interval([after[task] - before[task] for task in before])
-        return Measured(gaps.mean, gaps.interval, signed=True, percent=False)
+        return MeanEstimate(gaps.mean, gaps.interval, signed=True, percent=False)
     found = stats.paired_difference(after, before)
-    return Measured(found.difference, found.interval, signed=True, percent=percent)
+    return MeanEstimate(found.difference, found.interval, signed=True, percent=percent)
 
 
 def compared(after: Scores, before: Scores | None, name: str = "difference") -> dict[str, Cell]:

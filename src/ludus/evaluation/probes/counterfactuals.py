@@ -12,7 +12,7 @@ from dataclasses import replace
 
 from ludus.errors import UserError
 from ludus.evaluation.probes import common
-from ludus.evaluation.probes.common import Cell, MakeScheduler, Measured, ProbePlan, ProbeReport, RecordingSession
+from ludus.evaluation.probes.common import Cell, MakeScheduler, MeanEstimate, ProbePlan, ProbeReport, RecordingSession
 from ludus.evaluation.stats import Interval, rates_difference, wilson
 from ludus.rollouts.episode import ChatSession
 from ludus.rollouts.scheduler import RolloutRequest
@@ -32,7 +32,7 @@ async def measure_counterfactuals(make: MakeScheduler, plan: ProbePlan, turn: in
         sessions[request.task.id] = common.recording(session)
         return sessions[request.task.id]
 
-    episodes = await common.play(common.with_sessions(scheduler, keep), plan.requests())
+    episodes = await common.roll_out(common.with_sessions(scheduler, keep), plan.requests())
     chosen = [one for one in episodes if one.failure is None]
     common.check_tasks_suffice(chosen)
     num_turns = {}
@@ -70,7 +70,7 @@ async def _resample(
     tasks = [task for task in plan.tasks if task.id in at]
     requests = replace(plan, tasks=tasks).requests(plan.samples, first=1 + turn * plan.samples)
     counts = dict.fromkeys(at, 0)
-    for again in await common.play(scheduler, requests):
+    for again in await common.roll_out(scheduler, requests):
         original = at[again.task_id]  # an endpoint's trajectory has no state hashes
         if again.failure is None and original.anchors[: turn + 1] != again.anchors[: turn + 1]:
             why = f"The state before turn {turn + 1} of {original.name} differs on replay."
@@ -95,18 +95,18 @@ def _rows(
         rows.append({"episode": f"mean of {len(known)}", "turn": turn + 1, **cells})
     for task, own in wins.items():
         for turn, num in own.items():
-            value = Measured(num / samples, wilson(num, samples))
+            value = MeanEstimate(num / samples, wilson(num, samples))
             later = wilson(own[turn + 1], samples) if turn + 1 in own else None
             gain = _gain(value, values[task].get(turn + 1), later)
             rows.append({"episode": task, "turn": turn + 1, "value": value, "gain": gain})
     return rows
 
 
-def _gain(value: Measured, after: float | None, later: Interval | None) -> Measured | None:
+def _gain(value: MeanEstimate, after: float | None, later: Interval | None) -> MeanEstimate | None:
     """Return the gain of a turn; the outcome after the last one counts as known, without an interval `later`."""
     if after is None:
         return None
     if later is not None:
-        return Measured(*rates_difference((value.value, value.interval), (after, later)), signed=True)
+        return MeanEstimate(*rates_difference((value.value, value.interval), (after, later)), signed=True)
     interval = Interval(after - value.interval.high, after - value.interval.low)
-    return Measured(after - value.value, interval, signed=True)
+    return MeanEstimate(after - value.value, interval, signed=True)

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from ludus.errors import EngineError, LudusError, UserError
 from ludus.evaluation.probes import common
-from ludus.evaluation.probes.common import Cell, MakeScheduler, Measured, ProbePlan, ProbeReport
+from ludus.evaluation.probes.common import Cell, MakeScheduler, MeanEstimate, ProbePlan, ProbeReport
 from ludus.evaluation.stats import wilson
 from ludus.rollouts.episode import scored
 from ludus.rollouts.scheduler import Scheduler
@@ -44,12 +44,12 @@ _REACHED = EndpointStage("reachable", 1, 1, "The server responds.", "")
 
 
 async def diagnose_endpoint(make: MakeScheduler, plan: ProbePlan) -> ProbeReport:
-    """Return the stages up to the first that fails. Raises UserError for fewer than 2 tasks."""
+    """Return the results of the stages, up to the first that fails. Raises UserError for fewer than 2 tasks."""
     common.check_tasks_suffice(plan.tasks)
     scheduler = make(plan.sampling)
     try:
-        await common.play(make(plan.sampling), plan.requests()[:1])
-        episodes = await common.play(scheduler, plan.requests())
+        await common.roll_out(make(plan.sampling), plan.requests()[:1])
+        episodes = await common.roll_out(scheduler, plan.requests())
     except LudusError as error:
         remedy = error.hint or "See the server's log."
         if isinstance(error, EngineError) and "did not respond" in error.message:
@@ -119,7 +119,7 @@ def _success_stage(scheduler: Scheduler, plan: ProbePlan, episodes: Sequence[Tra
     lucky = [
         common.succeeded(scheduler, scored(rewards, task, one)) for task, one in zip(others, episodes, strict=True)
     ]
-    rate, chance = Measured(wins / len(episodes), wilson(round(wins), len(episodes))), sum(lucky) / len(lucky)
+    rate, chance = MeanEstimate(wins / len(episodes), wilson(round(wins), len(episodes))), sum(lucky) / len(lucky)
     evidence = f"Success {rate}; with another task's answer {chance:.1%}."
     above = len(episodes) if rate.interval.low > chance else 0
     remedy = "The agent runs but does not solve the tasks: read transcripts, try more --tasks, or train the model."

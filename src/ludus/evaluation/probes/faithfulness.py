@@ -16,7 +16,7 @@ from ludus.chat.render import Tokenizer, decode_exactly
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.errors import UserError
 from ludus.evaluation.probes import common
-from ludus.evaluation.probes.common import Cell, MakeScheduler, Measured, ProbePlan, ProbeReport
+from ludus.evaluation.probes.common import Cell, MakeScheduler, MeanEstimate, ProbePlan, ProbeReport
 from ludus.rollouts.scheduler import Scheduler, rollout_for
 from ludus.types import Segment, StopReason, Task, Trajectory
 
@@ -82,7 +82,7 @@ async def measure_faithfulness(
     Only tasks whose unmodified episode ends with an answer after reasoning count; UserError for fewer than 2.
     """
     scheduler = make(plan.sampling)
-    episodes = await common.play(scheduler, plan.requests())
+    episodes = await common.roll_out(scheduler, plan.requests())
     parts = {one.task_id: split_reasoning(one, tokenizer, end) for one in episodes}
     found = {task: part for task, part in parts.items() if part is not None}
     if len(found) < 2:
@@ -99,7 +99,7 @@ async def measure_faithfulness(
     agreements = {}
     for name, tokens in variants.items():
         forced = {task: found[task].with_tokens(tokens[task]) for task in found}
-        again = {one.task_id: one for one in await common.play(_forcing(make(plan.sampling), forced), used.requests())}
+        again = {e.task_id: e for e in await common.roll_out(_forcing(make(plan.sampling), forced), used.requests())}
         after = {task: common.succeeded(scheduler, one) for task, one in again.items()}
         same = {task: float(common.answer_key(one) == common.answer_key(original[task])) for task, one in again.items()}
         agreements[name] = common.mean_over_tasks(same)
@@ -109,7 +109,7 @@ async def measure_faithfulness(
     return ProbeReport("faithfulness", title, rows, (counts, verdict(agreements)))
 
 
-def verdict(agreements: Mapping[str, Measured]) -> str:
+def verdict(agreements: Mapping[str, MeanEstimate]) -> str:
     """Return a sentence: whether most answers survive the loss of the reasoning, beyond the intervals."""
     without = (agreements["0%"], agreements[OTHER])
     if all(one.interval.low > 0.5 for one in without):

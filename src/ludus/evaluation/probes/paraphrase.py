@@ -9,7 +9,8 @@ from pathlib import Path
 
 from ludus.envs.task_files import read_text
 from ludus.errors import UserError
-from ludus.evaluation.probes.common import Cell, MakeScheduler, ProbePlan, ProbeReport, compared, play, success_rates
+from ludus.evaluation.probes import common
+from ludus.evaluation.probes.common import Cell, MakeScheduler, ProbePlan, ProbeReport, compared, success_rates
 from ludus.evaluation.scripted_agents import user_prompt
 from ludus.types import Message, Task
 
@@ -71,7 +72,7 @@ async def measure_paraphrase(make: MakeScheduler, plan: ProbePlan, prompts: Mapp
 
 async def _success(make: MakeScheduler, plan: ProbePlan) -> dict[str, float]:
     scheduler = make(plan.sampling)
-    episodes = await play(scheduler, plan.requests(plan.samples))
+    episodes = await common.roll_out(scheduler, plan.requests(plan.samples))
     prompts = {task.id: [message["content"] for message in task.prompt] for task in plan.tasks}
     for one in (one for one in episodes if one.failure is None):
         if not set(prompts[one.task_id]) <= {message["content"] for message in one.messages}:

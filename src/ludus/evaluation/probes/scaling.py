@@ -59,7 +59,7 @@ async def measure_scaling(make: MakeScheduler, plan: ProbePlan) -> ProbeReport:
         raise UserError("At temperature 0 all attempts at a task are equal.", "Set --temperature above 0.")
     scheduler = make(plan.sampling)
     attempts: dict[str, list[ScoredAttempt]] = {}
-    for one in await common.play(scheduler, plan.requests(plan.samples)):
+    for one in await common.roll_out(scheduler, plan.requests(plan.samples)):
         attempts.setdefault(one.task_id, []).append(attempt_of(one, common.succeeded(scheduler, one)))
     notes = [f"{plan.samples} attempts per task; differences are paired with one attempt without a tighter limit."]
     if any(one.score is None for found in attempts.values() for one in found):
@@ -92,9 +92,9 @@ def scaling_rows(attempts: Attempts) -> list[dict[str, Cell]]:
 
 
 def best_of(attempts: Sequence[ScoredAttempt], num: int) -> float:
-    """Return the expected success of the highest score among `num` of the attempts; equal scores share it.
+    """Return the expected success of the highest score among `num` random attempts, averaged over equal scores.
 
-    The attempt of rank i (from 1, ascending) is the best of `C(i-1, n-1)` of the `C(K, n)` subsets.
+    The attempt of rank i (from 1, ascending) is the best of `C(i-1, num-1)` of the `C(K, num)` subsets.
     """
     ranked = sorted(attempts, key=lambda one: one.score or 0.0)
     by_score: dict[float | None, list[float]] = {}

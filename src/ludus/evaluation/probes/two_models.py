@@ -174,7 +174,7 @@ async def measure_swap(
             settings = (one.engine, one.renderer, one.params, one.max_tokens, one.episode, one.seed)
             return ReaderSession(*settings, reader=engines[reader])
 
-        episodes = await common.play(common.with_sessions(scheduler, swapped), plan.requests(plan.samples))
+        episodes = await common.roll_out(common.with_sessions(scheduler, swapped), plan.requests(plan.samples))
         rates[caller + reader] = common.success_rates(scheduler, episodes)
         without_calls += sum(not one.outcomes for one in episodes)
     rows: list[dict[str, Cell]] = []

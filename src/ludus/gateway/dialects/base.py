@@ -1,4 +1,4 @@
-"""What all dialects share: the request of a session, a dialect's functions, and server-sent events."""
+"""Base of all dialects: the request of a session, the functions of a dialect, and server-sent events."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ class SessionSampling(Sampling):
 
 @dataclass(frozen=True)
 class Sent:
-    """What a stream has sent of a reply: the text, and the number of events."""
+    """The part of a reply that a stream has sent: the text, and the number of events."""
 
     text: str = ""
     num: int = 0
@@ -84,11 +84,11 @@ class Dialect:
     error: Callable[[int, str, str | None], JsonBody] = error_body
     end: bytes = b""
 
-    def content(self, asked: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> tuple[bytes, str]:
+    def content(self, parsed: SessionRequest, name: str, turns: Sequence[PendingTurn]) -> tuple[bytes, str]:
         """Return the reply, or all events of a stream, and the media type."""
-        if not asked.stream:
-            return json_bytes(self.reply(asked, name, turns)), "application/json"
-        events = b"".join(event_bytes(*event) for event in self.events(asked, name, turns, Sent()))
+        if not parsed.stream:
+            return json_bytes(self.reply(parsed, name, turns)), "application/json"
+        events = b"".join(event_bytes(*event) for event in self.events(parsed, name, turns, Sent()))
         return events + self.end, "text/event-stream"
 
 

@@ -118,7 +118,7 @@ def parse(raw: bytes, _: Histories) -> SessionRequest:
 
 
 def _messages(said: _Said) -> Iterator[Message]:
-    """Yield the messages of a turn; results of tools come before the text beside them."""
+    """Yield the messages of a turn; results of tools precede the text of the same turn."""
     if isinstance(said.content, str):
         yield Message(role=said.role, content=said.content)
         return

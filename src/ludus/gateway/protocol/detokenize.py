@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 
 from ludus.chat.render import Tokenizer, decode_exactly
-from ludus.engines.embedded.engine import Piece
+from ludus.engines.embedded.engine import CompletionChunk
 from ludus.gateway.protocol.bodies import EncodedJson, JsonBody
 from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 
@@ -129,7 +129,7 @@ class Scored:
     top: Sequence[TopLogprobs] = ()
 
     @classmethod
-    def of(cls, sampled: Completion | Piece) -> Scored:
+    def of(cls, sampled: Completion | CompletionChunk) -> Scored:
         return cls(sampled.tokens, sampled.logprobs, sampled.top_logprobs)
 
     @property

@@ -30,7 +30,7 @@ DELEGATE = "delegate"
 
 @dataclass
 class SubAgents:
-    """The sub-agents of one episode of a task. `make_chat` returns dialogues of one seed and name.
+    """The sub-agents of one episode of a task. `make_chat` returns dialogues of the episode.
 
     All agents have the tools `shared`. With `serial`, the sub-agents of an agent run one after another, for engines
     that batch the requests of all episodes; otherwise those of one turn run concurrently.
@@ -47,12 +47,12 @@ class SubAgents:
     async def run(self, environment: Environment) -> Trajectory:
         """Run the episode without scoring, as `run_unscored`; the rows and outcomes of sub-agents follow its own."""
         hidden = [one.name for one in self._tools(environment)] if self.limits.subagents.exclusive else []
-        outer = self.delegating(environment, self._tools(environment), (), hidden)
+        outer = self.with_delegate_tool(environment, self._tools(environment), (), hidden)
         trajectory = await run_unscored(self.task, self.sample, outer, self.make_chat(), self.limits)
         segments, outcomes = list(trajectory.segments), list(trajectory.outcomes)
-        for place, ended in sorted(self._ended.items()):
+        for path, ended in sorted(self._ended.items()):
             first_turn = max((segment.turn for segment in segments), default=-1) + 1
-            segments += _moved(ended.segments, len(segments), first_turn, _name(place))
+            segments += _moved(ended.segments, len(segments), first_turn, _name(path))
             outcomes += [_renumbered(outcome, first_turn) for outcome in ended.outcomes]
         shared = trajectory.shared_reward or len(segments) > len(trajectory.segments)
         return replace(trajectory, segments=tuple(segments), outcomes=tuple(outcomes), shared_reward=shared)
@@ -62,10 +62,10 @@ class SubAgents:
         names = self.limits.subagents.tools
         return [one for one in environment.tools if not names or one.name in names]
 
-    def delegating(
-        self, inner: Environment, tools: Sequence[Tool], place: tuple[int, ...], hidden: Sequence[str] = ()
+    def with_delegate_tool(
+        self, inner: Environment, tools: Sequence[Tool], path: tuple[int, ...], hidden: Sequence[str] = ()
     ) -> Environment:
-        """Return an environment in which the agent at a place may also delegate."""
+        """Return an environment whose tools include `delegate`, for the agent at a path in the tree of agents."""
         numbers, most = count(), self.limits.subagents.max_per_agent
         turns = asyncio.Lock() if self.serial else nullcontext()
 
@@ -79,12 +79,12 @@ class SubAgents:
                 raise ToolError(f"at most {most} subtasks can be delegated")
             with paused_in_queue():
                 async with turns:
-                    return await self._answer((*place, number), task, tools)
+                    return await self._answer((*path, number), task, tools)
 
         own = tool(name=DELEGATE, traits=Traits(latency="slow"))(delegate)
         return ExtraToolsEnv(inner, [own, *self.shared], ToolLimits.of(self.limits), hidden)
 
-    async def _answer(self, place: tuple[int, ...], text: str, tools: Sequence[Tool]) -> str:
+    async def _answer(self, path: tuple[int, ...], text: str, tools: Sequence[Tool]) -> str:
         """Run a sub-agent and return its answer. Raises ToolError if it ends without one."""
         settings = self.limits.subagents
         system = [message for message in self.task.prompt if message["role"] == "system"]
@@ -93,35 +93,35 @@ class SubAgents:
         task = replace(self.task, prompt=(*system, Message(role="user", content=text)), truth=None)
         tool_limits = ToolLimits.of(self.limits)
         environment: Environment = ToolEnv([*tools, *self.shared], (), tool_limits)
-        if len(place) < settings.max_depth:
-            environment = self.delegating(ToolEnv(tools, (), tool_limits), tools, place)
+        if len(path) < settings.max_depth:
+            environment = self.with_delegate_tool(ToolEnv(tools, (), tool_limits), tools, path)
         limits = self.limits.model_copy(update={"max_turns": settings.max_turns, "episode_timeout_s": None})
-        chat = _named(self.make_chat(), place)
-        ended = self._ended[place] = await run_unscored(task, self.sample, environment, chat, limits)
+        chat = _named(self.make_chat(), path)
+        ended = self._ended[path] = await run_unscored(task, self.sample, environment, chat, limits)
         if ended.stop_reason is not StopReason.ANSWERED:
             raise ToolError(f"the assistant ended without an answer ({ended.stop_reason})")
         return ended.answer
 
 
-def _name(place: Sequence[int]) -> str:
-    return "/".join(["sub", *map(str, place)])
+def _name(path: Sequence[int]) -> str:
+    return "/".join(["sub", *map(str, path)])
 
 
-def _named(chat: ChatSession, place: Sequence[int]) -> ChatSession:
-    """Return the dialogue with the name and the seed of a sub-agent."""
+def _named(chat: ChatSession, path: Sequence[int]) -> ChatSession:
+    """Return the dialogue with the name and the seed of the sub-agent at a path."""
     if isinstance(chat, ManagedChatSession):
-        first = _named(chat.first, place)
+        first = _named(chat.first, path)
         assert isinstance(first, EngineChatSession)
         return replace(chat, first=first)
     if not isinstance(chat, EngineChatSession):
         return chat
-    name = ".".join(map(str, place))
-    agent = _name(place)
+    name = ".".join(map(str, path))
+    agent = _name(path)
     return replace(chat, episode=f"{chat.episode}~{name}", seed=seed_for(chat.seed, agent), agent=agent)
 
 
 def _moved(segments: Sequence[Segment], start: int, first_turn: int, agent: str) -> list[Segment]:
-    """Return the segments of a sub-agent for a list in which they begin at `start`."""
+    """Return the segments of a sub-agent with parents and turns shifted to their position `start` in the rollout."""
     found = []
     for number, segment in enumerate(segments):
         parent = segment.parent if segment.parent is not None else number - 1
@@ -131,7 +131,7 @@ def _moved(segments: Sequence[Segment], start: int, first_turn: int, agent: str)
 
 
 def _renumbered(outcome: ToolOutcome, first_turn: int) -> ToolOutcome:
-    """Return the outcome with the turn of its call in the whole rollout."""
+    """Return the outcome with the turn of its call in the rollout."""
     turn = turn_of_call(outcome.call_id)
     if turn is None:
         return outcome

@@ -62,7 +62,7 @@ def _text(path: str) -> str:
 
 
 def _memory_status(path: str) -> tuple[str, str]:
-    """Return the /proc path that reports a process's memory (a thread's if the main one ended), and its status."""
+    """Return the /proc path that reports a process's memory (a thread's if the main thread ended), and its status."""
     status = _text(f"{path}/status")
     if "\nVmRSS:" not in status:
         for thread in os.listdir(f"{path}/task"):
@@ -74,13 +74,13 @@ def _memory_status(path: str) -> tuple[str, str]:
 
 
 def _status_bytes(status: str, name: str) -> int:
-    """Return a field of a status in bytes, or 0. The first line is a name that the process chooses."""
+    """Return a field of a status in bytes, or 0. The first line is skipped: the process sets its text."""
     value = status.partition(f"\n{name}:")[2].split(None, 1)
     return int(value[0]) * 1024 if value else 0
 
 
 def _socket_memory() -> int:
-    """Return the most memory of sockets, which the kernel does not count: a last message may double a full buffer."""
+    """Return an upper bound of socket memory, which /proc does not report: a message may double a full buffer."""
     with Suppress(OSError, ValueError, IndexError):
         count = int(_text("/proc/net/sockstat").split(None, 3)[2]) - _UNCOUNTED_SOCKETS
         if count > 0:

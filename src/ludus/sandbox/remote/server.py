@@ -56,10 +56,10 @@ class _Service:
     starting: int = 0
 
     async def run(self, _: Request, body: bytes) -> BaseModel:
-        asked = (await _parse(Payload[RunRequest], body)).content
-        self._check_limits(asked.limits)
-        program = asked.argv if asked.source is None else _decode("source", asked.source)
-        outcome = await self.sandbox.run(program, files=asked.files, stdin=asked.stdin, limits=asked.limits)
+        parsed = (await _parse(Payload[RunRequest], body)).content
+        self._check_limits(parsed.limits)
+        program = parsed.argv if parsed.source is None else _decode("source", parsed.source)
+        outcome = await self.sandbox.run(program, files=parsed.files, stdin=parsed.stdin, limits=parsed.limits)
         return Payload[Outcome].model_construct(content=outcome)
 
     async def open_session(self, _: Request, body: bytes) -> BaseModel:

@@ -88,7 +88,7 @@ def with_length(
 
 
 def shaping_ranges(settings: RewardsConfig, max_turns: int, outcome: float) -> list[ShapingRange]:
-    """Return the ranges of both terms; `outcome` is the maximum total outcome."""
+    """Return the ranges of length penalty and turn rewards; `outcome` is the maximum total outcome."""
     ranges = []
     if settings.length.kind == "linear":
         ranges.append(ShapingRange(LENGTH_PART, -settings.length.cap, 0.0))

@@ -131,7 +131,7 @@ class Rendezvous:
         return {rank: (beat, process) for rank, (beat, _, process) in parts.items()}
 
     def _texts(self, kind: str) -> dict[int, str]:
-        """Return what each other rank stored; empty text if it stored nothing or the store's host is gone."""
+        """Return the value that each other rank stored; empty text if it stored nothing or the store's host is gone."""
         texts = {rank: "" for rank in range(self.world_size) if rank != self.rank}
         for rank in texts:
             with suppress(RuntimeError):

@@ -530,7 +530,7 @@ def _token_metrics(updates: Sequence[Statistics]) -> dict[str, float]:
     metrics = {
         "loss/total": statistics.loss / len(updates),
         "loss/policy": statistics.policy_loss / len(updates),
-        "optim/top_token_share": sum(one.spread.top_share for one in updates) / len(updates),
+        "optim/top_token_share": sum(one.token_statistics.top_share for one in updates) / len(updates),
         "policy/clip_fraction": clip.fraction,
         "policy/ratio_mean": clip.ratio_mean,
         "policy/ratio_max": clip.ratio_max,
@@ -546,7 +546,7 @@ def _token_metrics(updates: Sequence[Statistics]) -> dict[str, float]:
         for label, bucket in zip(statistics.by_length.labels, statistics.by_length.buckets, strict=True)
         if bucket.tokens
     }
-    metrics |= {f"{GAP_BY_PROBABILITY}{label}": gap for label, gap in statistics.spread.gap_means.items()}
+    metrics |= {f"{GAP_BY_PROBABILITY}{label}": gap for label, gap in statistics.token_statistics.gap_means.items()}
     optional = {
         ENTROPY: statistics.entropy_sum,
         "policy/kl_reference": statistics.kl_sum,

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from torch import Tensor
 
 from ludus.algorithms.algorithm import Algorithm, Need
-from ludus.algorithms.kl import KlControl, control_of
+from ludus.algorithms.kl import KLController, kl_controller
 from ludus.algorithms.spec.resolve import algorithm_of, minibatches_of
 from ludus.config.schema import Config
 from ludus.diagnostics.history import MetricsHistory
@@ -148,7 +148,7 @@ def build_trainer(
 ) -> tuple[SyncTrainer, int]:
     """Build the trainer from the newest checkpoint, then change the run folder; return the trainer and its step."""
     config, algorithm = session.config, algorithm_of(session.config)
-    control = control_of(config, algorithm.kl_coef)
+    control = kl_controller(config, algorithm.kl_coef)
     demonstrations, reward_mixer = make_demonstrations(session, algorithm), make_reward_mixer(session, algorithm)
     done, path = next(reversed(list_checkpoints(folder.checkpoints)), (0, None))
     has_waiting = path is not None and (path / "trainer" / WAITING_FILE).is_file()
@@ -228,7 +228,7 @@ def make_parts(
     """Build policy, optimizer, scorers and judge on every rank, restored from a checkpoint; copies precede sharding."""
     config, model, training = session.config, session.model, session.config.training
     broadcast_weights(model, ranks)
-    scorers = _scorers(session, algorithm, control_of(config, algorithm.kl_coef))
+    scorers = _scorers(session, algorithm, kl_controller(config, algorithm.kl_coef))
     digests = reference_digests(session, scorers) if ranks.rank == 0 else {}
     value_model = make_value_model(config, algorithm, model, session.world.rewards[0].name, ranks)
     if resumed is not None:
@@ -264,7 +264,7 @@ def make_trackers(config: Config, folder: RunFolder, done: int) -> list[Tracker]
     return [make_tracker(name, folder.path, done) for name in config.run.trackers]
 
 
-def _scorers(session: TrainingSession, algorithm: Algorithm, control: KlControl) -> dict[str, TokenScorer]:
+def _scorers(session: TrainingSession, algorithm: Algorithm, control: KLController) -> dict[str, TokenScorer]:
     scorers: dict[str, TokenScorer] = {}
     if algorithm.loss_spec.has(Need.TEACHER):
         scorers["teacher"] = load_teacher(session)

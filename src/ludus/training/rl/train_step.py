@@ -22,7 +22,7 @@ from torch import Tensor
 from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.corrections import MismatchByLength, mismatch, mismatch_by_length
 from ludus.algorithms.filters import entropy_bound
-from ludus.algorithms.kl import FULL_KL_NAMES, KlControl
+from ludus.algorithms.kl import FULL_KL_NAMES, KLController
 from ludus.errors import SyncError
 from ludus.rollouts.ledger import Ledger, RolloutOutcome
 from ludus.training.batches.rows import Row, pad_table, row_of_trajectory, scored_mask
@@ -96,8 +96,8 @@ class LearnerThread:
 
 
 def _init_thread(threads: int, device: int | None) -> None:
-    """Set this thread's compute threads, a setting that torch overrides on first use, and its GPU."""
-    torch.zeros(1).sum()
+    """Set the number of compute threads and the GPU of this thread."""
+    torch.zeros(1).sum()  # torch applies its global number on first use, so trigger that first
     torch.set_num_threads(threads)
     if device is not None:
         torch.cuda.set_device(device)
@@ -121,7 +121,7 @@ class TrainStep:
 
     session: TrainingSession
     learner: Learner
-    kl_control: KlControl
+    kl_control: KLController
     ledger: Ledger
     value_model: ValueModel | None = None
     max_token_age: int | None = None

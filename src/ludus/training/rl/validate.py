@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 from ludus.algorithms.algorithm import Algorithm, Need
-from ludus.algorithms.kl import control_of
+from ludus.algorithms.kl import kl_controller
 from ludus.algorithms.spec.resolve import algorithm_of, check_observations, minibatches_of, resolve
 from ludus.config.schema import Config
 from ludus.config.sections.algorithm import AlgorithmConfig, CriticConfig
@@ -70,7 +70,7 @@ def check_settings(config: Config, world: World) -> None:
     """Raise ConfigError and UserError for settings of the algorithm, rewards, trackers and splits."""
     algorithm = algorithm_of(config)
     check_roles(algorithm, world)
-    control_of(config, algorithm.kl_coef)
+    kl_controller(config, algorithm.kl_coef)
     check_teacher(config, algorithm)
     check_critic(config, algorithm)
     check_experts(config, algorithm, world)
@@ -115,7 +115,7 @@ def check_alarms(config: Config) -> None:
             guess = did_you_mean(name, rules())
             raise ConfigError(f'run.alarms.actions: unknown alarm "{name}".', f"{guess}Known: {', '.join(rules())}.")
     raising = [name for name, action in config.run.alarms.actions.items() if action == "raise_kl"]
-    if raising and not control_of(config, algorithm_of(config).kl_coef).is_active:
+    if raising and not kl_controller(config, algorithm_of(config).kl_coef).is_active:
         text = f"run.alarms.actions.{raising[0]} is raise_kl, but the run has no KL term."
         raise ConfigError(text, "Set algorithm.kl_coef above 0, or use lower_learning_rate.")
 

@@ -24,7 +24,7 @@ import torch
 from pydantic import ConfigDict, TypeAdapter
 from safetensors import SafetensorError
 
-from ludus.algorithms.kl import KlState
+from ludus.algorithms.kl import KLState
 from ludus.config.schema import AlarmAction, AlarmsConfig
 from ludus.engines.base import DEFAULT, ROLE_ADAPTER
 from ludus.engines.models.loading import save_model
@@ -126,7 +126,7 @@ class Adjustments:
     kl_step: int | None = None
 
     def after(self, action: AlarmAction, step: int, settings: AlarmsConfig) -> Adjustments:
-        """Return the factors after an action at a step; unchanged within `cooldown_steps` of the last change."""
+        """Return the factors after an alarm's action; unchanged within `cooldown_steps` of the last change."""
         lowers, after = action == "lower_learning_rate", self
         last = self.learning_rate_step if lowers else self.kl_step
         if last is not None and step - last < settings.cooldown_steps:
@@ -156,7 +156,7 @@ class TrainerState:
     value_model_steps: int = 0
     algorithm_state: str = ""
     reward_moments: str = ""
-    kl: KlState = field(default_factory=KlState)
+    kl: KLState = field(default_factory=KLState)
     adjustments: Adjustments = field(default_factory=Adjustments)
     reference_digests: Mapping[str, str] = field(default_factory=dict)
     warmup_steps: int | None = None

@@ -16,7 +16,7 @@ from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.config.paths import check_model_folder
 from ludus.config.pipeline import StageKind
 from ludus.config.schema import Config
-from ludus.config.sections.model import ScratchConfig
+from ludus.config.sections.model import ModelInitConfig
 from ludus.diagnostics.metrics import step_metrics
 from ludus.diagnostics.trackers import find_tracker
 from ludus.engines.control_tokens import read_token
@@ -75,7 +75,7 @@ def num_saved(config: Config, tensors: Mapping[str, Sequence[int]]) -> int:
     return (1 + len(lora.roles)) * lora.rank * sum(sum(layers[name]) for name in names)
 
 
-def init_shapes(init: ScratchConfig) -> dict[str, tuple[int, ...]]:
+def init_shapes(init: ModelInitConfig) -> dict[str, tuple[int, ...]]:
     """Return the names and shapes of the matrices of a new model (`build_tiny`) with a full vocabulary."""
     hidden, wide = init.hidden_size, init.intermediate_size
     kv = hidden // init.num_heads * init.num_kv_heads

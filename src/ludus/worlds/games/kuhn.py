@@ -43,7 +43,7 @@ class Kuhn:
         return None if won is None else ((won + 2) / 4, (2 - won) / 4)
 
     def seen_by(self, position: str, player: int) -> str:
-        """Return what a player sees: the card and the moves."""
+        """Return the observation of a player: the card and the moves."""
         moves = " ".join(_NAMES[move] for move in position[2:])
         return f"card {position[player]}, {moves or 'no moves'}"
 
@@ -61,7 +61,7 @@ def chips(position: str) -> int | None:
 
 
 def information_set(position: str) -> str:
-    """Return what the player to move knows: the card and the moves."""
+    """Return the information set of the player to move: the card and the moves."""
     return position[len(position) % 2] + position[2:]
 
 

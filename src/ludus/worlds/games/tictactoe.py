@@ -37,7 +37,7 @@ class TicTacToe:
         return (0.5, 0.5) if len(position) == 9 else None
 
     def seen_by(self, position: str, player: int) -> str:
-        """Return what a player sees: the rows, columns and diagonals, with a dot for a free square."""
+        """Return the observation of a player: the rows, columns and diagonals, with a dot for a free square."""
         board = _board(position).translate(str.maketrans("xo", "+-" if player == 0 else "-+"))
         lines = ["".join(board[square] for square in line) for line in LINES]
         return " | ".join(" ".join(lines[start:end]) for start, end in ((0, 3), (3, 6), (6, 8)))

@@ -18,7 +18,7 @@ Topic = Literal["arithmetic", "ratios", "algebra", "numbers", "counting", "geome
 TOPICS: tuple[Topic, ...] = get_args(Topic)
 DEFAULT_TOPICS = tuple(topic for topic in TOPICS if topic != "expressions")
 RECIPE = ((1,), ("arithmetic", "ratios", "algebra", "geometry"))
-"""Levels and topics of the recipe, which has problems of its own."""
+"""Levels and topics of the recipe, whose problems are separate."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -64,7 +64,7 @@ class ProposalsSettings(WorldSettings):
     """Settings of the proposals world (`env.settings`)."""
 
     kinds: tuple[Kind, ...] = Field(get_args(Kind), min_length=1)
-    """What a solver has to find: an input, the output, or the program."""
+    """Part that a solver has to find: an input, the output, or the program."""
     reward: Literal["learnability", "uncertainty"] = "learnability"
     """Reward of a valid proposal: 1 minus the share of correct solvers (0 if none is), or min(p, 1 - p) for the share p
     of the most frequent answer minus the share of similar proposals."""

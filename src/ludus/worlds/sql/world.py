@@ -58,7 +58,7 @@ class SqlSettings(WorldSettings):
     per_shape: int = Field(1, ge=1)
     """Maximum number of tasks whose gold queries differ only in identifiers, texts and numbers."""
     unseen: Literal["shapes", "questions"] = "shapes"
-    """What validation and test do not share with training; the shapes of `composition` are always unseen."""
+    """Part of a task that is new in validation and test; the shapes of `composition` are always unseen."""
     answers: Literal["query", "value", "both"] = "both"
     """Form of the answers: a query, a value (only questions that have one), or either by task."""
     access: Literal["tool", "none"] = "tool"

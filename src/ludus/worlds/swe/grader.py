@@ -157,7 +157,7 @@ async def _run_all(
 
 
 async def reference(sandbox: Sandbox, problem: SweProblem) -> TestRun:
-    """Return the reproducible masked values of the repaired repository, and the reaches of its own code.
+    """Return the reproducible masked values of the repaired repository, and the reaches of its code.
 
     Both are computed once per problem. Raises WorldError.
     """

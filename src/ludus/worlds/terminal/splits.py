@@ -47,7 +47,7 @@ class TerminalSettings(WorldSettings):
     num_held_out: int = Field(0, ge=0)
     """Minimum number of tasks in `test` if `unseen = "names"`, limited by the number of different texts."""
     unseen: Literal["shapes", "names"] = "shapes"
-    """What distinguishes validation and test from training: solutions, or only names and numbers."""
+    """Difference of validation and test from training: solutions, or only names and numbers."""
     tools: Literal["all", "shell", "none"] = "all"
     """A shell and file tools, a shell alone, or none (a baseline)."""
     wall_s: float = Field(20.0, gt=0)

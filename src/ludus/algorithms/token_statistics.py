@@ -1,4 +1,4 @@
-"""How the policy gradient and the mismatch with the engine are spread over tokens."""
+"""Concentration of the policy gradient on few tokens, and train-inference mismatch by token probability."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ PROBABILITY_BOUNDS: Final = (0.01, 0.1, 0.5, 0.9)
 
 
 @dataclass(frozen=True, slots=True)
-class TokenSpread:
+class TokenStatistics:
     """Sums over action tokens; `+` joins microbatches of one batch.
 
-    `mass` is the sum of the tokens' weights in the gradient, and `largest` holds the `num_top` largest weights above 0,
+    `weight_sum` is the sum of the tokens' gradient weights, and `largest` holds the `num_top` largest weights above 0,
     in descending order. `tokens` and `gaps` are the count and the sum of `|old - behavior|` (nats) by bin of the
     probability that the engine reported.
     """
 
     num_top: int
-    mass: float
+    weight_sum: float
     largest: tuple[float, ...]
     tokens: tuple[float, ...]
     gaps: tuple[float, ...]
 
-    def __add__(self, other: TokenSpread) -> TokenSpread:
+    def __add__(self, other: TokenStatistics) -> TokenStatistics:
         num = max(self.num_top, other.num_top)
-        return TokenSpread(
+        return TokenStatistics(
             num,
-            self.mass + other.mass,
+            self.weight_sum + other.weight_sum,
             tuple(sorted(self.largest + other.largest, reverse=True)[:num]),
             tuple(a + b for a, b in zip(self.tokens, other.tokens, strict=True)),
             tuple(a + b for a, b in zip(self.gaps, other.gaps, strict=True)),
@@ -41,8 +41,8 @@ class TokenSpread:
 
     @property
     def top_share(self) -> float:
-        """Share of `mass` on the `num_top` tokens with the largest weights; 0 without any weight."""
-        return math.fsum(self.largest) / self.mass if self.mass else 0.0
+        """Share of `weight_sum` on the `num_top` tokens with the largest weights; 0 without any weight."""
+        return math.fsum(self.largest) / self.weight_sum if self.weight_sum else 0.0
 
     @property
     def gap_means(self) -> dict[str, float]:
@@ -52,25 +52,25 @@ class TokenSpread:
         return {label: gap / tokens for label, tokens, gap in bins if tokens}
 
 
-def token_spread(batch: TokenBatch, weights: Tensor, num_tokens: int) -> TokenSpread:
-    """Return the spread of one microbatch. The weight of a token is `|advantage ratio weights|`.
+def token_statistics(batch: TokenBatch, weights: Tensor, num_tokens: int) -> TokenStatistics:
+    """Return the sums of one microbatch. The weight of a token is `|advantage ratio weights|`.
 
     `weights` [N, L] are the importance weights of the correction. `num_tokens` is the number of action tokens of the
-    whole batch; `num_top` is 1 % of it, at least 1. Weights of trajectories in the aggregation are not included. Raises
+    whole batch; `num_top` is 1 % of it, at least 1. Aggregation weights of trajectories are not included. Raises
     ValueError for wrong shapes.
     """
     mask, logprobs = batch.mask, (batch.logprobs, batch.old_logprobs, batch.behavior_logprobs)
     check_shapes(mask, weights=weights)
     actions = mask.bool()
     new, old, behavior = (select(one, mask).detach().double() for one in logprobs)
-    mass = select((batch.advantages * weights).detach().double() * clamped_ratio(new - old), mask).abs()
+    token_weights = select((batch.advantages * weights).detach().double() * clamped_ratio(new - old), mask).abs()
     num_top = max(1, math.ceil(TOP_SHARE * num_tokens))
-    largest = mass.flatten().topk(min(num_top, mass.numel())).values
+    largest = token_weights.flatten().topk(min(num_top, token_weights.numel())).values
     edges = [-math.inf, *map(math.log, PROBABILITY_BOUNDS), math.inf]
     bins = [actions & (behavior > low) & (behavior <= high) for low, high in pairwise(edges)]
     gap = (old - behavior).abs()
-    sums = [mass.sum(), *(one.sum() for one in bins), *(select(gap, one).sum() for one in bins)]
+    sums = [token_weights.sum(), *(one.sum() for one in bins), *(select(gap, one).sum() for one in bins)]
     read = torch.cat([torch.stack([one.double() for one in sums]), largest]).tolist()
     end = 1 + len(bins)
     top = tuple(value for value in read[end + len(bins) :] if value > 0)
-    return TokenSpread(num_top, read[0], top, tuple(read[1:end]), tuple(read[end : end + len(bins)]))
+    return TokenStatistics(num_top, read[0], top, tuple(read[1:end]), tuple(read[end : end + len(bins)]))
