@@ -329,7 +329,7 @@ def _resolve(
 ) -> tuple[Config, World | None]:
     """Return the configuration, with that of a resumed run as the default, and the world of a `World` or function."""
     if resumed is not None and isinstance(source, str | Path | Config):
-        raise UserError("A resumed run reads its settings from its folder.", "Leave out the recipe.")
+        raise UserError("A resumed run reads its settings from its folder.", "Pass no recipe.")
     default = None if resumed is None else resumed.config
     if source is None or isinstance(source, str | Path | Config):
         return configuration(source or default, **settings), None

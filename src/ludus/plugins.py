@@ -76,10 +76,10 @@ def _entry_point(kind: str, name: str, setting: str, built_in: Iterable[str]) ->
             _ENTRY_POINT_PACKAGES.add(found[name].module.partition(".")[0])
             return loaded
     known = [*built_in, *sorted(found)]
-    there_are = f"There are: {', '.join(known)}" if known else "None are built in"
+    choices = f"Choose from: {', '.join(known)}" if known else "None are built in"
     raise ConfigError(
         f"{setting} = {name!r} is not known.",
-        f"{did_you_mean(name, known, cutoff=0.5)}{there_are}; otherwise write path/to/file.py:name or the name of an "
+        f"{did_you_mean(name, known, cutoff=0.5)}{choices}; otherwise write path/to/file.py:name or the name of an "
         f"installed entry point of ludus.{kind} (an import path does not work).",
     )
 

@@ -40,7 +40,7 @@ def test_every_default_is_allowed_and_every_option_has_help():
 def test_invalid_option_value_raises_config_error():
     with pytest.raises(ConfigError, match="from 0 to 1"):
         ADVANTAGE_SPECS["gae"].options["gamma"].check("algorithm.options.advantage.gamma", 1.5)
-    with pytest.raises(ConfigError, match="There are: tv, kl"):
+    with pytest.raises(ConfigError, match="Choose from: tv, kl"):
         LOSS_SPECS["dppo"].options["divergence"].check("algorithm.options.loss.divergence", "js")
     with pytest.raises(ConfigError, match="is not a number"):
         LOSS_SPECS["dppo"].options["bound"].check("algorithm.options.loss.bound", "much")

@@ -175,7 +175,7 @@ def test_trajectory_loss_is_averaged_over_trajectories_with_action_tokens():
 
 def test_aggregate_rejects_unknown_mode_missing_constant_and_wrong_shape():
     loss, mask = torch.ones(2, 3), torch.ones(2, 3)
-    with pytest.raises(ValueError, match=r"'mean' is none of token_mean"):
+    with pytest.raises(ValueError, match=r"'mean' is not one of token_mean"):
         aggregate(loss=loss, mask=mask, how="mean")
     with pytest.raises(ValueError, match=r"needs normaliser\.constant"):
         aggregate(loss=loss, mask=mask, how="constant", normaliser=Normalizer(6, 2))

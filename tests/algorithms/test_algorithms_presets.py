@@ -200,7 +200,7 @@ def test_an_unknown_name_is_refused_with_the_nearest(key, value, nearest):
 
 def test_unknown_name_without_a_near_match_lists_all_names():
     for value in ("", "banana"):
-        assert refused(loss=value).hint.startswith("There are: ppo_clip")
+        assert refused(loss=value).hint.startswith("Choose from: ppo_clip")
 
 
 @pytest.mark.parametrize(

@@ -206,7 +206,7 @@ def test_kl_guard_pauses_above_twice_the_expected_value():
     ("make", "message"),
     [
         (lambda: Schedule("linear", 1.0), "num_steps must be at least 1"),
-        (lambda: Schedule("steep", 1.0), "kind = 'steep' is none of"),
+        (lambda: Schedule("steep", 1.0), "kind = 'steep' is not one of"),
         (lambda: AdaptiveKLController(0.1, 0.0), "target and horizon"),
         (lambda: AdaptiveKLController(0.1, 0.01).update(math.nan, 8), "kl is nan"),
         (lambda: PIDKLController(0.1, 2.0, 1.0), "base must lie between 0 and max_coef"),

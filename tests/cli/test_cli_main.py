@@ -179,7 +179,7 @@ def test_bad_input_is_one_sentence(words, expected, tmp_path, monkeypatch):
         ("eval --rn runs/x", "`ludus eval` has no option --rn. Did you mean '--run'?"),
         ("show runs/x --token", "`ludus show` has no option --token. Did you mean '--tokens'?"),
         ("train search --algorithm dapo", 'section of settings such as algorithm.preset = "dapo".'),
-        ("train search --algorithm.preset dappo", "Did you mean 'dapo' or 'dppo'? There are: grpo"),
+        ("train search --algorithm.preset dappo", "Did you mean 'dapo' or 'dppo'? Choose from: grpo"),
     ],
 )
 def test_what_is_misspelt_gets_what_is_nearest(line, expected, tmp_path, monkeypatch):

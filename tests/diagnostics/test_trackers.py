@@ -250,5 +250,5 @@ def test_trackers_are_made_by_name(tmp_path):
 def test_unknown_tracker_error_suggests_the_nearest_name(tmp_path):
     with pytest.raises(ConfigError, match=r"'tensorbord' is not known. Did you mean 'tensorboard'\?"):
         make_tracker("tensorbord", tmp_path)
-    with pytest.raises(ConfigError, match="'comet' is not known. There are: " + ", ".join(TRACKERS)):
+    with pytest.raises(ConfigError, match="'comet' is not known. Choose from: " + ", ".join(TRACKERS)):
         make_tracker("comet", tmp_path)

@@ -196,7 +196,7 @@ def test_unknown_part_names_in_settings_are_rejected_with_a_suggestion():
         assert "rewards.extra.citation_suport.source = 'citation_suport' is not known." in said
         assert "Did you mean 'citation_support'?" in said
     odd = refused("config", "search", "--rewards.extra.unlike.weight", "0.1")
-    assert f"There are: {', '.join(NAMED)}" in odd
+    assert f"Choose from: {', '.join(NAMED)}" in odd
     assert "extra_calls needs limit" in refused("config", "search", *part("extra_calls", free=1))
     for key in ("weights.exact_mach", "weights_end.exact_mach", "caps.exact_mach"):
         odd = refused("config", "search", f"--rewards.{key}", "0.5")

@@ -81,7 +81,7 @@ class Option:
         name = key.rpartition(".")[2]
         if self.choices:
             if value not in self.choices:
-                raise ConfigError(f"{name} = {value!r} is not known.", f"There are: {', '.join(self.choices)}.")
+                raise ConfigError(f"{name} = {value!r} is not known.", f"Choose from: {', '.join(self.choices)}.")
         elif isinstance(value, str):
             raise ConfigError(f"{name} = {value!r} is not a number.")
         elif not self.bounds.contains(value):
@@ -341,7 +341,7 @@ def _find_plugin(kind: type[PartSpec], name: str) -> PartSpec:
     if unknown := sorted(set(found.reads.values()) - known):
         raise ConfigError(
             f"{setting} = {name!r} reads {unknown[0]!r}, but {kind.batch.__name__} has no such field.",
-            f"There are: {', '.join(sorted(known))}.",
+            f"Choose from: {', '.join(sorted(known))}.",
         )
     passed = {*found.options, *known, *found.reads, "algorithm", *SETTING_PARAMETERS}
     for parameter, one in parameters_of(found.function).items():
@@ -466,7 +466,7 @@ class Algorithm:
         for choice in choices:
             if choice == value:
                 return choice
-        raise ConfigError(f"{name} = {value!r} is not known.", f"There are: {', '.join(choices)}.")
+        raise ConfigError(f"{name} = {value!r} is not known.", f"Choose from: {', '.join(choices)}.")
 
     def compute(self, part: Part, batch: Outcomes | TokenBatch) -> Tensor:
         """Return the result of the advantage, the loss or the correction.

@@ -144,9 +144,9 @@ def reject_sequence(
     if measure == "ratio":
         _check_bounds(low, high)
     if by not in CRITERIA:
-        raise ValueError(f"by = {by!r} is none of {', '.join(CRITERIA)}")
+        raise ValueError(f"by = {by!r} is not one of {', '.join(CRITERIA)}")
     if measure not in MEASURES:
-        raise ValueError(f"measure = {measure!r} is none of {', '.join(MEASURES)}")
+        raise ValueError(f"measure = {measure!r} is not one of {', '.join(MEASURES)}")
     tokens = importance_ratios(old_logprobs, behavior_logprobs, mask, "token")
     gap = (select(old_logprobs, mask) - select(behavior_logprobs, mask)).detach()
     if measure != "ratio":
@@ -215,7 +215,7 @@ def importance_ratios(old_logprobs: Tensor, behavior_logprobs: Tensor, mask: Ten
     """Return `exp(old - behavior)` at `level`, [N, L], 0 off the mask, without gradient."""
     check_shapes(mask, old_logprobs=old_logprobs, behavior_logprobs=behavior_logprobs)
     if level not in LEVELS:
-        raise ValueError(f"level = {level!r} is none of {', '.join(LEVELS)}")
+        raise ValueError(f"level = {level!r} is not one of {', '.join(LEVELS)}")
     gap = (select(old_logprobs, mask) - select(behavior_logprobs, mask)).detach()
     return select(clamped_ratio(_summary(gap, mask, level)).expand(mask.shape), mask)
 

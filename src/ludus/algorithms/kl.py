@@ -170,7 +170,7 @@ class Schedule:
 
     def __post_init__(self) -> None:
         if self.kind not in ("constant", "linear", "cosine"):
-            raise ValueError(f"kind = {self.kind!r} is none of constant, linear, cosine")
+            raise ValueError(f"kind = {self.kind!r} is not one of constant, linear, cosine")
         if self.kind != "constant" and self.num_steps < 1:
             raise ValueError(f"num_steps must be at least 1, not {self.num_steps}")
 

@@ -81,7 +81,7 @@ def aggregate(
     for an unknown `how` and unfit shapes.
     """
     if how not in AGGREGATIONS:
-        raise ValueError(f"how = {how!r} is none of {', '.join(AGGREGATIONS)}")
+        raise ValueError(f"how = {how!r} is not one of {', '.join(AGGREGATIONS)}")
     counts = normaliser or Normalizer.of(mask)
     if loss.ndim == 1:
         if mask.ndim != 2 or loss.shape[0] != mask.shape[0]:

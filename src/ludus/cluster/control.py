@@ -1,7 +1,7 @@
 """Control the cluster of a running run from another process, through files in the run folder.
 
-A request is a file `RUN/cluster/ask-ID.json`, written atomically by any process with write access; the
-response is `answer-ID.json`. Requests run on their own threads, never on the run's. The response to an
+A request is a file `RUN/cluster/request-ID.json`, written atomically by any process with write access; the
+response is `response-ID.json`. Requests run on their own threads, never on the run's. The response to an
 invalid request is an error message. The folder is removed when the run ends.
 """
 
@@ -68,8 +68,8 @@ def send_request(run: Path, act: Act, number: int | None = None, *, timeout_s: f
     """
     _check_running(run)
     name, begin = secrets.token_hex(6), time.monotonic()
-    response_path = run / FOLDER / f"answer-{name}.json"
-    request_path = run / FOLDER / f"ask-{name}.json"
+    response_path = run / FOLDER / f"response-{name}.json"
+    request_path = run / FOLDER / f"request-{name}.json"
     try:
         request_path.parent.mkdir(exist_ok=True)
         _write(request_path, {"act": act, "number": number})
@@ -98,11 +98,11 @@ def _check_running(run: Path) -> None:
 def _poll_requests(folder: Path, cluster: Cluster, stop: threading.Event) -> None:
     """Start the pending requests, each on its own thread, since starting an engine takes time."""
     while not stop.wait(_POLL_S):
-        for path in sorted(folder.glob("ask-*.json")):
+        for path in sorted(folder.glob("request-*.json")):
             with suppress(OSError, ValueError):
                 request = json.loads(path.read_text("utf-8"))
                 path.unlink()
-                response_path = folder / path.name.replace("ask-", "answer-", 1)
+                response_path = folder / path.name.replace("request-", "response-", 1)
                 threading.Thread(target=_respond, args=(cluster, request, response_path), daemon=True).start()
 
 

@@ -293,8 +293,8 @@ class World(ABC):
         """
         return None
 
-    def prepare(self, tell: Callable[[str], None]) -> None:
-        """Download files that do not ship with Ludus (`ludus env prepare NAME`); `tell` receives progress messages.
+    def prepare(self, report: Callable[[str], None]) -> None:
+        """Download files that do not ship with Ludus (`ludus env prepare NAME`); `report` receives progress messages.
 
         Raises UserError if they are unavailable.
         """

@@ -44,11 +44,11 @@ def require(packages: Iterable[PinnedSource], folder: Path, world: str) -> None:
         )
 
 
-def fetch(packages: Iterable[PinnedSource], folder: Path, tell: Callable[[str], None]) -> None:
+def fetch(packages: Iterable[PinnedSource], folder: Path, report: Callable[[str], None]) -> None:
     """Download missing sources. Raises UserError if pip fails or an archive is not the pinned one."""
     folder.mkdir(parents=True, exist_ok=True)
     for package in missing(packages, folder):
-        tell(f"{package.name} {package.version}")
+        report(f"{package.name} {package.version}")
         with tempfile.TemporaryDirectory() as temp_dir:
             archive = download(f"{package.name}=={package.version}", Path(temp_dir))
             content = archive.read_bytes()

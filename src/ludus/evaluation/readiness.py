@@ -239,10 +239,10 @@ def _verdict(rate: float, best: UsableShare, episodes: SampledEpisodes) -> Verdi
         return Verdict("too easy", f"{rate:.0%} of the attempts succeed, and only {usable}.")
     reason = f"{rate:.1%} of the attempts succeed, and only {usable}."
     if (share := episodes.unparsed + episodes.unknown) > 0.5:
-        reason = f"The model does not know the format: {share:.0%} of its calls are invalid."
+        reason = f"The model has not learned the format: {share:.0%} of its calls are invalid."
     elif episodes.answered < 0.5:
         cut = "".join(f", {v:.0%} stop at {LIMITS[k]}" for k, v in episodes.stopped.items() if v > 0.5)
-        reason = f"The model does not know the format: {episodes.answered:.0%} of the episodes are answered{cut}."
+        reason = f"The model has not learned the format: {episodes.answered:.0%} of the episodes are answered{cut}."
     return Verdict("SFT first", reason)
 
 

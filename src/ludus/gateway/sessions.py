@@ -5,7 +5,7 @@
 
 The key names the session, as API key or in the path of the base URL; a client with one key cannot reach another
 session. A reply becomes part of the rollout before its last byte is sent; a cancelled or failed request leaves nothing.
-A retry that says so (`x-stainless-retry-count` above 0, or `idempotency-key`) gets the sent reply again. The server has
+A retry marked as such (`x-stainless-retry-count` above 0, or `idempotency-key`) gets the sent reply again. The server has
 one thread; sampling runs on the event loop of the session.
 """
 
@@ -116,7 +116,7 @@ class _Result(BaseModel):
 
 @dataclass(eq=False)
 class SessionServer:
-    """A server that starts with the first session. Clients with the `token` (empty: none) may ask for tasks."""
+    """A server that starts with the first session. Clients with the `token` (empty: none) may request tasks."""
 
     host: str = "127.0.0.1"
     port: int = 0

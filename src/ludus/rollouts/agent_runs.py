@@ -195,7 +195,7 @@ def agent_environment(address: tuple[str, str]) -> dict[str, str]:
 
 
 class AgentServer(Protocol):
-    """A server of sessions for agents that know only a base URL. Clients that ask for tasks get the `offers`."""
+    """A server of sessions for agents that are given a base URL. Clients that request tasks get the `offers`."""
 
     @property
     def offers(self) -> SimpleQueue[TaskOffer]: ...

@@ -306,7 +306,7 @@ def test_trained_reward_model_ensemble_scores_rollouts_in_training(tiny_run, tmp
 def test_rewards_incompatible_with_the_advantage_are_rejected_early():
     words = ["--algorithm.preset", "pass_at_k", "--rewards.length.kind", "linear"]
     config = load_config("guess", words)
-    with pytest.raises(ConfigError, match="takes rewards of 0 and 1, and rewards"):
+    with pytest.raises(ConfigError, match="needs rewards of 0 and 1, and rewards"):
         check_reward_settings(config, build_world(config.env, config.rollout, config.sandbox))
     assert "the part well_formed has the weight 0.1" in refused("config", "search", *words[:2])
 

@@ -78,4 +78,4 @@ def _check_tiers(tiers: Tensor, num_tiers: int) -> None:
         raise ValueError(f"tiers must be [N, K] integers, not {list(tiers.shape)} {tiers.dtype}")
     past = (tiers >= num_tiers).any(1).nonzero()
     if past.numel():
-        raise ValueError(f"row {int(past[0])} has a tier past the {num_tiers} there are")
+        raise ValueError(f"row {int(past[0])} has a tier index above {num_tiers - 1}")

@@ -45,7 +45,7 @@ def prime(
 
 
 @AdvantageSpec(
-    help="rewards minus a greedy one, weighted by an outcome critic",
+    help="rewards minus that of a greedy rollout, weighted by an outcome critic",
     needs={Need.GREEDY_ROLLOUT, Need.OUTCOME_CRITIC, Need.ADVANTAGE_OF_EQUAL_REWARDS},
     reads={"greedy_rewards": "baselines"},
 )

@@ -64,7 +64,7 @@ def resolve(config: AlgorithmConfig) -> Algorithm:
             if idle and value is not None:
                 raise ConfigError(
                     f"algorithm.{key} = {value} would have no effect: {reason}.",
-                    f"Unset {key}, or change what ignores it; if the preset sets it, switch it off.",
+                    f"Unset {key}; if the preset sets it, disable it.",
                 )
     _check_group_size(algorithm)
     if algorithm.kl_coef > 0 and algorithm.kl == "k1" and algorithm.kl_placement == "loss":
@@ -151,7 +151,7 @@ def _contradictions(algorithm: Algorithm) -> Iterator[tuple[bool, str, str]]:
     what = "algorithm.kl_placement = 'reward'" if penalised else "algorithm.overlong_buffer"
     yield (
         advantage.has(Need.BINARY_REWARDS) and (penalised or algorithm.overlong_buffer > 0),
-        f"The advantage {algorithm.advantage} takes rewards of 0 and 1, and {what} adds to them.",
+        f"The advantage {algorithm.advantage} needs rewards of 0 and 1, and {what} adds to them.",
         "Set kl_placement = 'loss' and overlong_buffer = 0, or choose another advantage.",
     )
     weighted = algorithm.options.kl.get("importance", "none") != "none"
@@ -256,7 +256,7 @@ def _check_name(key: str, value: str, names: Iterable[str]) -> None:
     if value in known:
         return
     guess = did_you_mean(value, known, cutoff=0.5)
-    raise ConfigError(f"algorithm.{key} = {value!r} is not known.", f"{guess}There are: {', '.join(known)}.")
+    raise ConfigError(f"algorithm.{key} = {value!r} is not known.", f"{guess}Choose from: {', '.join(known)}.")
 
 
 def check_corrections(algorithm: Algorithm) -> None:
@@ -314,7 +314,7 @@ def check_observations(algorithm: Algorithm, mask_observations: bool) -> None:
     if not mask_observations and algorithm.number("terms", "echo") > 0:
         raise ConfigError(
             "training.mask_observations = false trains observations already, and so does algorithm.options.terms.echo.",
-            "Leave one of them out.",
+            "Unset one of them.",
         )
 
 
@@ -324,7 +324,7 @@ def check_binary_rewards(algorithm: Algorithm, settings: RewardsConfig, parts: S
         return
     for what, remedy in _not_binary(settings, parts):
         raise ConfigError(
-            f"The advantage {algorithm.advantage} takes rewards of 0 and 1, and {what}.",
+            f"The advantage {algorithm.advantage} needs rewards of 0 and 1, and {what}.",
             f"{remedy}, or choose another advantage.",
         )
 

@@ -166,7 +166,7 @@ class ContextConfig(Section):
 
 
 class AgentConfig(Section):
-    """An external agent that runs the episodes: a program for each episode, or clients that ask for tasks.
+    """An external agent that runs the episodes: a program for each episode, or clients that request tasks.
 
     It gets the messages of the environment, calls the policy under a base URL, and ends with an answer, which the
     rewards of the environment score, or with a reward (docs/use/agents.md).
@@ -184,7 +184,7 @@ class AgentConfig(Section):
     port: int = Field(0, ge=0, lt=65536)
     """Port on which requests are accepted; 0 is a free one, for programs only."""
     token_file: str | None = None
-    """File with the token of clients that ask for tasks; if unset, none may ask."""
+    """File with the token of clients that request tasks; if unset, no client may."""
     lease_s: float = Field(120.0, gt=0)
     """Seconds without a request after which a task is offered to another client."""
 

@@ -408,7 +408,7 @@ def _is_new_prompt(sequence: SequenceState) -> bool:
 
 
 def _computes_prefix_of(sequence: SequenceState, other: SequenceState) -> bool:
-    """Return whether `other` is computing a prompt that continues with the one of `sequence`."""
+    """Return whether `other` is computing a prompt that the prompt of `sequence` extends."""
     prefix = other.tokens[: other.num_prompt - 1]
     return (
         sequence.scores is None

@@ -1,1 +1,1 @@
-"""Dialects of language model APIs, as the SDKs of agents speak them: requests and replies of sessions."""
+"""Dialects of language model APIs, as used by the SDKs of agents: requests and replies of sessions."""

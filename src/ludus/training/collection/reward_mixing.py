@@ -60,7 +60,7 @@ FULL = 1 - 1e-9
 
 @dataclass(frozen=True, slots=True)
 class RewardPart:
-    """One reward part with its weight schedule and value range; `world`: the one of a mixture that it scores."""
+    """One reward part with its weight schedule and value range; `world`: the name of its world in a mixture."""
 
     name: str
     outcome: bool

@@ -128,9 +128,9 @@ class SweWorld(SessionWorld):
             Reward("kept", share_passed(read, "pass_to_pass"), weight=0.0),
         )
 
-    def prepare(self, tell: Callable[[str], None]) -> None:
+    def prepare(self, report: Callable[[str], None]) -> None:
         """Download the sources of all packages that tasks need. Raises UserError."""
-        fetch(self._packages, self._sources, tell)
+        fetch(self._packages, self._sources, report)
 
     def tasks(self, split: str) -> Sequence[Task]:
         """Return the tasks of a split, packages mixed. Raises UserError if sources are missing."""
