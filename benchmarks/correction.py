@@ -31,7 +31,7 @@ PARTS = 4
 SHOWN = {
     "success": "sampled/success",
     "age": "staleness/mean",
-    "effective sample share": "is/ess",
+    "effective sample size": "is/ess",
     "truncated share": "is/clip_frac",
 }
 Rows = list[Mapping[str, float]]

@@ -5,7 +5,7 @@
 
 The key names the session, as API key or in the path of the base URL; a client with one key cannot reach another
 session. A reply becomes part of the rollout before its last byte is sent; a cancelled or failed request leaves nothing.
-A retry marked as such (`x-stainless-retry-count` above 0, or `idempotency-key`) gets the sent reply again. The server has
+A marked retry (`x-stainless-retry-count` above 0, or `idempotency-key`) gets the sent reply again. The server has
 one thread; sampling runs on the event loop of the session.
 """
 

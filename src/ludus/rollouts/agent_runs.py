@@ -90,7 +90,7 @@ class TaskOffer:
         self.touch()
 
     async def finished(self, lease_s: float) -> AgentResult:
-        """Return the result. Raises WorldError if the agent is silent for longer than the lease."""
+        """Return the result. Raises WorldError if the agent makes no request for longer than the lease."""
         try:
             await self._taken.wait()
             while self._result is None:
@@ -98,7 +98,7 @@ class TaskOffer:
                 async with asyncio.timeout(None if self._held else lease_s):
                     await self._seen.wait()
         except TimeoutError:
-            raise WorldError(f"The agent of task {self.task.id} was silent for {lease_s:g} s.") from None
+            raise WorldError(f"The agent of task {self.task.id} made no request for {lease_s:g} s.") from None
         finally:
             self.is_open = False
         return self._result

@@ -163,7 +163,7 @@ def test_stopped_rank_is_named_within_the_timeout(tmp_path, shard):
     _, error = process.communicate(timeout=300)
     assert time.monotonic() - begin < limit_s + HEARTBEAT_TIMEOUT_S + 20  # of a step before, and of the end
     assert process.returncode == LearnerError.exit_code
-    assert f"is stopped or gone: rank 1 ({place.name} on " in error
+    assert f"is suspended or lost: rank 1 ({place.name} on " in error
     assert not place.exists()
 
 
@@ -181,7 +181,7 @@ def test_stopped_rank_under_torchrun_is_named(tmp_path):
     os.kill(other, signal.SIGSTOP)
     _, error = process.communicate(timeout=300)
     assert process.returncode != 0
-    assert f"is stopped or gone: rank 1 ({other} on " in error
+    assert f"is suspended or lost: rank 1 ({other} on " in error
     assert not (Path("/proc") / str(other)).exists()
 
 

@@ -161,8 +161,8 @@ WRONG = {
     "parameters is nested too deeply": messages(
         ASK, SAY, tools=[{**TOOL, "function": {**TOOL["function"], "parameters": nested(200)}}]
     ),
-    "messages[0].content has '\\ud800', half of a character": messages({**ASK, "content": "a\ud800"}, SAY),
-    "arguments has '\\udc00', half of a character": messages(
+    "messages[0].content has '\\ud800', an unpaired surrogate": messages({**ASK, "content": "a\ud800"}, SAY),
+    "arguments has '\\udc00', an unpaired surrogate": messages(
         ASK, {**SAY, "tool_calls": [{"function": {"name": "look", "arguments": {"\udc00": 1}}}]}
     ),
     'messages[0].role is "\\ud800"': messages({"role": "\ud800", "content": ""}, SAY),

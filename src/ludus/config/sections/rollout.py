@@ -199,7 +199,7 @@ class AgentConfig(Section):
         if self.remote and self.token_file is None:
             raise ValueError("rollout.agent.remote needs rollout.agent.token_file")
         if self.remote and not self.port:
-            raise ValueError("rollout.agent.remote needs rollout.agent.port, where clients ask for tasks")
+            raise ValueError("rollout.agent.remote needs rollout.agent.port for its clients")
         return self
 
 

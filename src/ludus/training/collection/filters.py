@@ -173,7 +173,7 @@ def _drop_sample(sample: TrainingSample) -> TrainingSample:
 
 
 ESS = "is/ess"
-"""Learner metric of the effective sample share."""
+"""Learner metric of the effective sample size."""
 OVER_AGE = "over_age"
 """Mask reason of an episode whose tokens are all older than the bound."""
 
@@ -303,16 +303,16 @@ def ess_guard(config: Config) -> StreakGuard:
     return StreakGuard(
         lambda metrics: None if ESS not in metrics else metrics[ESS] < least,
         config.staleness.ess_patience,
-        f"The effective sample share was below {least:g} for",
+        f"The effective sample size was below {least:g} for",
         f"{bound}training.learning_rate, or another staleness.min_ess",
     )
 
 
 def ess_warning(metrics: Mapping[str, float], config: StalenessConfig) -> str:
-    """Return a warning if the effective sample share of a step is below the bound, otherwise an empty string."""
+    """Return a warning if the effective sample size of a step is below the bound, otherwise an empty string."""
     if metrics.get(ESS, config.min_ess) >= config.min_ess:
         return ""
     return (
-        f"the effective sample share is {metrics[ESS]:.2f}, below staleness.min_ess = {config.min_ess:g}: "
+        f"the effective sample size is {metrics[ESS]:.2f}, below staleness.min_ess = {config.min_ess:g}: "
         "rollouts are too far off-policy"
     )

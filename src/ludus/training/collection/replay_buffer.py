@@ -62,7 +62,7 @@ class ReplayBuffer:
     """Groups since the start or resume, by name in the metrics.
 
     `expired`: evicted because of age, size, or a missing baseline. `late`: entered the buffer past the bound,
-    without training first. `refused`: of other runs, with too low an effective sample share. `used`: evicted
+    without training first. `refused`: of other runs, with too low an effective sample size. `used`: evicted
     after `times` replays.
     """
     _stored: list[_StoredGroup] = field(default_factory=list, init=False)
@@ -121,7 +121,7 @@ class ReplayBuffer:
             if ess < least:
                 raise ConfigError(
                     f"The rollouts of {source} are too far off-policy: their effective sample "
-                    f"share is {ess:.2g}, below staleness.min_ess = {least:g}.",
+                    f"size is {ess:.2g}, below staleness.min_ess = {least:g}.",
                     "Remove it from staleness.replay.sources, or start from weights closer to it.",
                 )
             self.add_source(source, groups)

@@ -198,7 +198,7 @@ def as_text(data: object, where: str) -> str:
     try:
         data.encode()
     except UnicodeEncodeError as error:
-        raise ValueError(f"{where} has {data[error.start]!a}, half of a character") from None
+        raise ValueError(f"{where} has {data[error.start]!a}, an unpaired surrogate") from None
     return data
 
 

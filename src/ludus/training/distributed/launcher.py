@@ -201,7 +201,7 @@ class LeaderRank(CommandedRank):
         silent_ranks = self._rendezvous.lost_ranks().items()
         if lost := {rank: process for rank, process in silent_ranks if running is None or rank in running}:
             names = ", ".join(f"rank {rank} ({process})" for rank, process in lost.items())
-            text = f"A learner rank is stopped or gone: {names} has sent no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s."
+            text = f"A learner rank is suspended or lost: {names} has sent no heartbeat for {HEARTBEAT_TIMEOUT_S:g} s."
             return LearnerError(text, "Resume the run.")
         if ended:
             return LearnerError(f"A learner rank has exited: {ended}", "Resume the run.")

@@ -257,7 +257,7 @@ def check_parity(rows: Sequence[Row], learner: Learner) -> MismatchByLength | No
 
 
 def effective_share(trajectories: Sequence[Trajectory], learner: Learner) -> float:
-    """Return the effective sample share of trajectories under the learner's policy, over their tokens."""
+    """Return the effective sample size of trajectories under the learner's policy, over their tokens."""
     rows = [row_of_trajectory(trajectory, 0.0) for trajectory in trajectories]
     old, behavior, mask = _pad_scores(rows, learner.score(rows))
     return mismatch(old_logprobs=old, behavior_logprobs=behavior, mask=mask).effective_share
