@@ -167,7 +167,7 @@ def test_settings_of_agents_are_checked():
         AgentConfig(command=["a"], remote=True, token_file="t")
     with pytest.raises(ValueError, match="token_file"):
         AgentConfig(remote=True)
-    with pytest.raises(ValueError, match="needs rollout.agent.port"):
+    with pytest.raises(ValueError, match=r"needs rollout\.agent\.port"):
         AgentConfig(remote=True, token_file="t")
     assert not RolloutConfig().agent.is_set
     assert json.loads(AgentConfig(command=["a"]).model_dump_json())["command"] == ["a"]

@@ -504,7 +504,7 @@ def _numbered(segments: Sequence[Segment]) -> Iterator[Segment]:
 
 
 def _renderable(message: Message) -> Message:
-    """Return the message with calls whose arguments are no JSON object as text, since templates cannot render them."""
+    """Return the message with calls as text if their arguments are not a JSON object, which templates cannot render."""
     calls = message.get("tool_calls", [])
     odd = [call for call in calls if not isinstance(json_value(call["function"]["arguments"]), dict)]
     if not odd:

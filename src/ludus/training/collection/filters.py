@@ -131,7 +131,7 @@ def record_greso_visits(
 
 
 def filter_low_variance(samples: Sequence[TrainingSample], algorithm: Algorithm) -> list[TrainingSample]:
-    """Drop groups of low variance from all comparisons: StarPO-S keeps a share of groups, RAGEN-2 of deviation."""
+    """Drop groups of low variance: `variance_top` keeps a fraction of groups, `variance_top_p` of total deviation."""
     compared = [sample for sample in samples if sample.advantages is not None]
     if not algorithm.filters_groups or not compared:
         return list(samples)

@@ -129,7 +129,7 @@ class ReplayBuffer:
     def evict_low_ess(
         self, step: int, algorithm: Algorithm, share: Callable[[Sequence[Episode]], float], least: float
     ) -> None:
-        """Evict the groups of other runs that `step` would replay and whose share is below `least`."""
+        """Evict the groups of other runs that `step` would replay and whose effective sample size is below `least`."""
         while refused := [s for s in self._chosen(step, algorithm) if s.source and share(s.episodes) < least]:
             self._evict("refused", [stored for stored in self._stored if stored not in refused])
 

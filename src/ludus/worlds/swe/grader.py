@@ -100,7 +100,7 @@ class SweProblem:
 
     @property
     def broken(self) -> tuple[str, ...]:
-        """The functions of the broken tests."""
+        """Functions of the tests that the bug breaks."""
         return _functions(self.suite.fail_to_pass)
 
     def text(self, path: str) -> str:
