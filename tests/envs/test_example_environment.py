@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+from dataclasses import replace
 from itertools import islice
 from pathlib import Path
 
@@ -87,6 +88,8 @@ def test_demonstrations_use_training_tasks_and_half_of_them_guess(stock):
     assert right / len(guessed) < 0.15
     assert shown == list(islice(stock.demonstrations(seed=1), 400))
     assert shown != list(islice(stock.demonstrations(seed=2), 400))
+    assert stock.implements("demonstrations")
+    assert not replace(stock, show=None).implements("demonstrations")
 
 
 def test_commands_of_the_example_docstring_run(tmp_path, monkeypatch):

@@ -491,7 +491,7 @@ def test_show_prints_splits_tools_rewards_and_a_solution():
         "tool look(item): Look up a price.",
         "reward exact_match: weight 1, outcome",
         "reward f1: weight 0, reported",
-        "cold start: random demonstrations, right or wrong (the world has no expert)",
+        "cold start: demonstrations (the world has no expert)",
         "An episode of the agent demonstrations:",
         "[action]",
     ):

@@ -6,7 +6,7 @@ import asyncio
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from ludus.envs.base import World
+from ludus.envs.base import World, defines
 from ludus.envs.messages import tool_turn
 from ludus.envs.tool_env import Resource, ToolEnv, ToolLimits, as_text
 from ludus.errors import UserError, did_you_mean
@@ -74,13 +74,14 @@ class ToolWorld(World):
         for resource in self.resources:
             await resource.close()
 
+    def implements(self, method: str) -> bool:
+        """Return whether an optional method is available: `demonstrations` only with `show` or in a subclass."""
+        needs_show = method == "demonstrations" and not defines(self, ToolWorld, method)
+        return super().implements(method) and not (needs_show and self.show is None)
+
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """Yield the dialogues of `show`. Raises UserError if there is none."""
-        if self.show is None:
-            raise UserError(
-                f"The world {self.name!r} has no demonstrations.", "Set `show`, or pass dialogues in a file (sft.data)."
-            )
-        for messages in self.show(seed):
+        """Yield the dialogues of `show`; none if it is not set."""
+        for messages in self.show(seed) if self.show else ():
             yield Dialogue(tuple(messages), tuple(self.tools))
 
 

@@ -61,4 +61,5 @@ def recipe_folder(name: str) -> Path:
     if name in recipes:
         return recipes[name]
     known = f"{did_you_mean(name, recipes, cutoff=0.5)}Known: {', '.join(recipes)}."
-    raise ConfigError(f'Unknown recipe "{name}".', f"{known} A file of your own is given by its path, ending in .toml.")
+    yours = "A file of yours is a path that ends in .toml; it names a world file (.py) as env.name."
+    raise ConfigError(f'Unknown recipe "{name}".', f"{known} {yours}")

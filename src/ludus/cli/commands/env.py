@@ -166,10 +166,8 @@ def show(console: Console, report: CheckReport, config: Config, scoring: Process
 
 
 def _cold_start(world: World) -> str:
-    if not world.implements("demonstrations"):
-        return "none"
-    random = "random demonstrations, right or wrong (the world has no expert)"
-    return "demonstrations" if world.implements("expert") else random
+    expert = "" if world.implements("expert") else " (the world has no expert)"
+    return f"demonstrations{expert}" if world.implements("demonstrations") else "none"
 
 
 def _print_difficulty(console: Console, world: World) -> None:
