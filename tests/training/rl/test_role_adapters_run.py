@@ -116,7 +116,7 @@ def test_roles_are_those_of_the_world(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("roles", "why"), [('["x", "x"]', "has 'x' twice"), ('["solver:code"]', "without kind and number")]
+    ("roles", "why"), [('["x", "x"]', "has 'x' twice"), ('["solver:code"]', "not solver:code")]
 )
 def test_names_of_roles_are_checked(tmp_path, roles, why):
     with pytest.raises(ConfigError, match=why):

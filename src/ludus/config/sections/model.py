@@ -28,7 +28,7 @@ class LoraConfig(Section):
         if twice := [role for role, count in Counter(self.roles).items() if count > 1]:
             raise ValueError(f"model.lora.roles has {twice[0]!r} twice")
         if invalid := [role for role in self.roles if not re.fullmatch(r"[\w-]+", role)]:
-            allowed = "a role has letters, digits, - and _ only (worker, not worker/0)"
+            allowed = "a role has letters, digits, - and _ only (solver, not solver:code or solver/0)"
             raise ValueError(f"model.lora.roles has {invalid[0]!r}, but {allowed}")
         return self
 
