@@ -279,6 +279,8 @@ def test_a_syntax_error_names_file_and_line(tmp_path, text, place):
 
 
 def test_near_names_are_suggested_for_missing_recipes_but_not_missing_files(tmp_path):
+    with pytest.raises(ConfigError, match=r"stock\.py is not a configuration file"):
+        load_config("examples/stock.py")
     with pytest.raises(ConfigError, match=r'Unknown recipe "serch"') as caught:
         load_config("serch", [])
     assert "search" in caught.value.hint

@@ -52,6 +52,8 @@ def config_from_toml(text: str, origin: str = "the text", overrides: Sequence[st
 def _read(path: Path) -> str:
     if path.is_dir():
         raise ConfigError(f"{path} is a folder, not a configuration file.", "Name the .toml file in it.")
+    if path.suffix == ".py":
+        raise ConfigError(f"{path} is not a configuration file.", "Name a world file as env.name in a .toml file.")
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -115,9 +115,7 @@ def test_roles_are_those_of_the_world(tmp_path):
             check_role_adapters(settings, algorithm_of(settings), build_world(settings.env, settings.rollout))
 
 
-@pytest.mark.parametrize(
-    ("roles", "why"), [('["x", "x"]', "has 'x' twice"), ('["solver:code"]', "not solver:code")]
-)
+@pytest.mark.parametrize(("roles", "why"), [('["x", "x"]', "has 'x' twice"), ('["solver:code"]', "not solver:code")])
 def test_names_of_roles_are_checked(tmp_path, roles, why):
     with pytest.raises(ConfigError, match=why):
         config(tmp_path, **(GAME | {"model__lora__roles": roles}))
