@@ -1,6 +1,7 @@
 """The viewer in headless Chromium, with real clicks, and a page full of hostile markup."""
 
 import json
+import re
 import shutil
 import threading
 from dataclasses import replace
@@ -10,6 +11,7 @@ import uvicorn
 
 from ludus.gateway.limits import open_socket
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path, token_values_path, write_lines, write_rollouts
+from ludus.rollouts.trees import join_rows
 from ludus.training.run.run_dir import RunFolder
 from ludus.viewer.index import RolloutIndex
 from ludus.viewer.pages import RunPages
@@ -41,6 +43,14 @@ def token_values(record):
     return json.dumps(key | {"segments": segments})
 
 
+def two_rows(record):
+    """The record with a second row, which forks after the prompt with hostile markup as agent."""
+    prompt, *rest = record.trajectory.segments
+    forked = [prompt, *(replace(one, agent="<b>worker</b>", policy="worker") for one in rest)]
+    segments, _ = join_rows([([prompt, *rest], 0, 0), (forked, 0, 1)])
+    return replace(record, trajectory=replace(record.trajectory, segments=tuple(segments), shared_reward=True))
+
+
 @pytest.fixture(scope="module")
 def address(tiny_run, tmp_path_factory):
     """The address of a viewer of a run whose texts are hostile."""
@@ -53,7 +63,9 @@ def address(tiny_run, tmp_path_factory):
         for r in read_rollouts(rollouts_path(run, 1))
     ]
     write_rollouts(rollouts_path(run, 1), records)
-    write_lines(token_values_path(run, 2), map(token_values, read_rollouts(rollouts_path(run, 2))))
+    records = [two_rows(r) if r.trajectory.sample == 0 else r for r in read_rollouts(rollouts_path(run, 2))]
+    write_rollouts(rollouts_path(run, 2), records)
+    write_lines(token_values_path(run, 2), map(token_values, records))
     (run / "probes").mkdir()
     row = {"task": HOSTILE, "value": {"value": 0.5, "low": 0.1, "high": 0.9, "text": HOSTILE}, "note": None}
     report = {"kind": "forks", "title": HOSTILE, "rows": [row], "notes": [HOSTILE]}
@@ -127,6 +139,14 @@ def test_tokens_are_colored_by_what_the_learner_saw(page, address):
     for name, style in (("entropy", "p2"), ("mismatch", "p0"), ("advantage", "p0")):
         page.get_by_role("button", name=name).click()
         page.wait_for_selector(f".segment.action .token.{style}")
+
+
+def test_rows_of_an_agent_are_shown_with_their_fork_and_adapter(page, address):
+    page.goto(f"{address}/#/rollouts?training=1&step=2")
+    page.locator("tbody tr", has=page.locator("td", has_text=re.compile("^0$"))).first.click()
+    page.get_by_role("button", name="tokens").click()
+    page.wait_for_selector("text=row 1 forks from row 0 after")
+    assert page.locator(".segment", has_text="<b>worker</b>, adapter worker, branches after segment 0").count() == 1
 
 
 def test_random_rollouts_are_judged_before_their_result_is_shown(page, address):
