@@ -121,6 +121,7 @@ PLANTED = {
         "reward",
     ),
     "a tool always fails": ({"rows": with_end(3, tools__search__error_rate=1.0)}, "warn", "alarm dead_tool"),
+    "the agent fails": ({"rows": everywhere(healthy(), episode__stop__agent_failed=0.9)}, "fault", "agent"),
     "a judge likes length": (
         {"records": records(lambda solved, length: {"reward": solved + length / 10})},
         "warn",

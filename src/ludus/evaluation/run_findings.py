@@ -78,7 +78,7 @@ def examine_run(run: RunData) -> list[Finding]:
     """Return all findings, the most severe first; findings that another fault may cause are last."""
     if not run.rows:
         raise UserError("The run has no finished step.", "Wait for its first step, or read its log.txt.")
-    causes_first = (check_limits, check_tools, check_loss, check_sampling, check_collapse, check_verifier)
+    causes_first = (check_limits, check_agents, check_tools, check_loss, check_sampling, check_collapse, check_verifier)
     others = (check_reward, check_groups, check_failures, check_held_out, check_alarms)
     found: list[Finding] = []
     for one in (finding for check in (*causes_first, *others) for finding in check(run)):
@@ -110,6 +110,12 @@ def check_limits(run: RunData) -> Iterator[Finding]:
         share = mean(run.recent(f"episode/stop/{reason}"))
         if min(share, run.rows[0].get(f"episode/stop/{reason}", 0.0)) > _LARGE:
             yield _finding("short_limit", share=share, setting=setting, limit=limit)
+
+
+def check_agents(run: RunData) -> Iterator[Finding]:
+    """Find an agent function or program that fails in most rollouts."""
+    if (share := mean(run.recent(f"episode/stop/{StopReason.AGENT_FAILED}"))) > _LARGE:
+        yield _finding("failing_agent", share=share)
 
 
 def check_tools(run: RunData) -> Iterator[Finding]:
