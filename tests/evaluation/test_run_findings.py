@@ -229,6 +229,10 @@ def test_a_fall_of_success_with_constant_reward_names_the_reward():
         if one.topic == "collapse"
     )
     assert "games a part of the reward" in fall.remedy
+    rows = [row | {"reward/trick": 0.1 + 0.9 * (row["success/mean"] == 0)} for row in with_end(12, success__mean=0.0)]
+    records = [replace(r, trajectory=replace(r.trajectory, rewards={"trick": 1.0})) for r in HEALTHY.records]
+    found = examine_run(replace(HEALTHY, rows=rows, records=records))
+    assert "its part trick rose from 0.1 to 1" in next(one.text for one in found if one.topic == "collapse")
     (fall,) = (
         one
         for one in examine_run(replace(HEALTHY, **PLANTED["one update destroys the policy"][0]))

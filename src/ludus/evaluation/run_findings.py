@@ -146,9 +146,15 @@ def check_collapse(run: RunData) -> Iterator[Finding]:
         return old, new
 
     entropy, tokens, reward = map(change, ("policy/sampled_entropy", "length/total_tokens/mean", "reward/mean"))
-    name = "gamed_reward" if reward[1] > 0.9 * reward[0] > 0 else "destroyed_policy"
     numbers = {"before": before, "after": after, "step": at, "entropy": entropy, "tokens": tokens, "reward": reward}
-    yield _finding(name, **numbers, rate=run.config.training.learning_rate)
+    if reward[1] <= 0.9 * reward[0] or reward[0] <= 0:
+        yield _finding("destroyed_policy", **numbers, rate=run.config.training.learning_rate)
+        return
+    parts = {name: change(f"reward/{name}") for record in run.records for name in record.trajectory.rewards}
+    rises = {name: new - old for name, (old, new) in parts.items()}
+    most = max(rises, key=lambda name: rises[name], default="")
+    risen = "; its part {} rose from {:.3g} to {:.3g}".format(most, *parts[most]) if rises.get(most, 0.0) > 0 else ""
+    yield _finding("gamed_reward", **numbers, risen=risen)
 
 
 def check_verifier(run: RunData) -> Iterator[Finding]:
@@ -272,7 +278,7 @@ def check_alarms(run: RunData) -> Iterator[Finding]:
     """Yield each alarm of the run, with the steps at which it was raised."""
     for alarm, steps in alarms_by_step(enumerate(run.rows, start=1), run.config.run.alarms.actions):
         rule = alarm.rule
-        text = f"{rule.cause}: {alarm.evidence} (at {len(steps)} of {len(run.rows)} steps, last at step {steps[-1]})"
+        text = f"{rule.cause}: {alarm.evidence} (at {len(steps)} of {len(run.rows)} steps, first at step {steps[0]}, last at step {steps[-1]})"
         yield Finding(f"alarm {alarm.name}", "note" if rule.action == "note" else "warn", text, rule.remedy)
 
 
