@@ -278,7 +278,8 @@ def check_alarms(run: RunData) -> Iterator[Finding]:
     """Yield each alarm of the run, with the steps at which it was raised."""
     for alarm, steps in alarms_by_step(enumerate(run.rows, start=1), run.config.run.alarms.actions):
         rule = alarm.rule
-        text = f"{rule.cause}: {alarm.evidence} (at {len(steps)} of {len(run.rows)} steps, first at step {steps[0]}, last at step {steps[-1]})"
+        seen = f"at {len(steps)} of {len(run.rows)} steps, first at step {steps[0]}, last at step {steps[-1]}"
+        text = f"{rule.cause}: {alarm.evidence} ({seen})"
         yield Finding(f"alarm {alarm.name}", "note" if rule.action == "note" else "warn", text, rule.remedy)
 
 
