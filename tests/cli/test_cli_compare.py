@@ -212,8 +212,8 @@ def test_steps_to_a_target_are_interpolated_between_evaluations(tiny_run, tmp_pa
 @pytest.mark.parametrize(
     ("words", "expected"),
     [
-        (("A",), "Without --against, name A and B"),
-        (("A", "B", "C"), "Without --against, name A and B"),
+        (("A",), "Without --against, name two runs or evaluations"),
+        (("A", "B", "C"), "Without --against, name two runs or evaluations"),
         (("A", "B", "--power", "0"), "--power is 0"),
         (("A", "B", "--target", "7"), "--target is 7"),
         (("A", "B", "--against", "C", "--boundary"), "--boundary compares one A with one B"),

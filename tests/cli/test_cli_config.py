@@ -107,6 +107,7 @@ def test_config_keys_lists_every_setting_with_default_and_description():
     assert "training.steps = 40   # a whole number, at least 1" in lines
     after = lines[lines.index("rollout.max_turns = 6   # a whole number, at least 1") + 1]
     assert after == "    Assistant turns per episode."
+    assert len(lines) == 2 * len(list_settings())  # a description is one line, which a terminal wraps
 
 
 def test_keys_of_one_section():

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from rich.console import Console
 
 from ludus.__main__ import LONG_COMMANDS
 from ludus.__main__ import main as start
@@ -14,6 +15,7 @@ from ludus.cli.arguments import split_settings
 from ludus.cli.command import list_commands
 from ludus.cli.evaluate.probe import KINDS
 from ludus.cli.ui.help_text import wrapped
+from ludus.cli.ui.terminal import print_text
 from ludus.config.settings import find
 from ludus.sandbox import BACKENDS, SandboxSettings
 from tiny_run import copy_run, ludus, make_recipe, refused
@@ -175,6 +177,9 @@ def test_bad_input_is_one_sentence(words, expected, tmp_path, monkeypatch):
         ("doctor --fixx", "`ludus doctor` has no option --fixx. See `ludus doctor --help`."),
         ("train search --modle m", "`ludus train` has no option --modle. Did you mean '--model'?"),
         ("sft search --from_scrach", "Did you mean '--from-scratch'?"),
+        ("train search --steps 3", "write --training.steps or --kl_control.steps or --sft.steps"),
+        ("sft search --steps 3", "write --sft.steps or --kl_control.steps"),
+        ("config --keys trianing", "Unknown section 'trianing'. The nearest section is training, and training has"),
         ("train search --mode async", "mean '--model'? As a setting, write --training.mode."),
         ("eval --rn runs/x", "`ludus eval` has no option --rn. Did you mean '--run'?"),
         ("show runs/x --token", "`ludus show` has no option --token. Did you mean '--tokens'?"),
@@ -213,6 +218,13 @@ def test_errors_wrap_at_spaces_on_a_terminal_and_are_one_line_in_a_file(monkeypa
     assert wrapped(text, file) == text
     lines = wrapped(text, terminal).splitlines()
     assert lines == ["ludus: the folder", "/a/path/that/is/longer/than/a/line", "is missing.", "Name another one."]
+
+
+def test_indented_prose_keeps_its_indentation_on_a_terminal():
+    written = io.StringIO()
+    print_text(Console(file=written, width=24, force_terminal=True), "a.setting = 1\n    A sentence that is longer.")
+    lines = [line.rstrip() for line in written.getvalue().splitlines()]
+    assert lines == ["a.setting = 1", "    A sentence that is", "    longer."]
 
 
 def test_a_reader_that_closes_the_pipe_ends_a_command_without_a_traceback():

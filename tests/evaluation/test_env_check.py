@@ -492,7 +492,7 @@ def test_show_prints_splits_tools_rewards_and_a_solution():
         "reward exact_match: weight 1, outcome",
         "reward f1: weight 0, reported",
         "cold start: demonstrations (the world has no expert)",
-        "An episode of the agent demonstrations:",
+        "An episode of the agent demonstrations (replays demonstrations, mistakes included):",
         "[action]",
     ):
         assert line in said.out

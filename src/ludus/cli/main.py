@@ -117,7 +117,9 @@ def _check_options(unknown: Sequence[str], options: Sequence[str], command: str)
         key = name[2:].replace("-", "_")
         if not name.startswith("--") or not key or "." in key or is_section(key):
             continue
+        own = f"{'training' if command == 'train' else command.replace('-', '_')}."
         same = [setting.key for setting in list_settings() if setting.key.endswith(f".{key}")]
+        same.sort(key=lambda one: not one.startswith(own))
         hint = did_you_mean(name.replace("_", "-"), options, cutoff=0.8)
         if same:
             hint += f"As a setting, write --{' or --'.join(same)}."

@@ -94,7 +94,7 @@ def suggestion(key: str) -> str:
     section = key.split(".")[0]
     if section in Config.model_fields:
         return _contents(section)
-    for other in nearest_names(section, Config.model_fields) if "." in key else ():
+    for other in nearest_names(section, Config.model_fields):
         return f"the nearest section is {other}, and {_contents(other)}"
     return f"the sections are {', '.join(Config.model_fields)}"
 

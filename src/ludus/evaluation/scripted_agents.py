@@ -218,7 +218,7 @@ def informed_agents(tasks: Sequence[Task], shown: Mapping[str, Sequence[Action]]
                 return shown.get(other.id, (text_action(answer),))
         return None
 
-    kind, name, what = AgentKind.SHOWN, "demonstrations", "replays demonstrations"
+    kind, name, what = AgentKind.SHOWN, "demonstrations", "replays demonstrations, mistakes included"
     if flawless:
         kind, name, what = AgentKind.ORACLE, "oracle", "replays the solution"
     return (

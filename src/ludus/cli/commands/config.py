@@ -86,4 +86,4 @@ def _key_lines(section: str, config: Config) -> Iterator[str]:
         shown, default = value_text(value), value_text(setting.default)
         other = f"; the default is {default}" if shown != default else ""
         yield f"{setting.key} = {shown}   # {setting.type_text}{limits}{other}"
-        yield from (f"    {line}" for line in setting.doc.splitlines())
+        yield f"    {' '.join(setting.doc.split())}"

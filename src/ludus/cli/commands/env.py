@@ -157,7 +157,7 @@ def show(console: Console, report: CheckReport, config: Config, scoring: Process
             print_text(console, f"[{message['role']}] {message_text(message)}")
         print_text(console, "The world provides no solution of this task.")
         return
-    print_text(console, f"An episode of the agent {solver.agent.name}:\n")
+    print_text(console, f"An episode of the agent {solver.agent.name} ({solver.agent.what}):\n")
     trajectory = solver.plays[0].trajectory
     if has_extra_rewards(config.rewards):  # the reward used in training
         found = asyncio.run(scoring.with_added(world, task, trajectory))

@@ -20,5 +20,4 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
         memory = "" if one.memory_mb is None else f"{one.memory_mb / 1000:.1f} GB"
         rows.append((one.name, one.title.removeprefix(f"{one.name}: "), starts_in, memory, one.learns))
     console.print(make_table(columns, rows))
-    others = "In minutes: ludus train NAME --quick     Its settings: ludus config NAME"
-    print_text(console, f"Train one: ludus train NAME     {others}")
+    print_text(console, "Train: ludus train NAME     In minutes: --quick     Settings: ludus config NAME")

@@ -44,8 +44,9 @@ def check_arguments(args: argparse.Namespace) -> tuple[list[Path], list[Path]]:
     for name, value in (("--power", args.power), ("--target", args.target)):
         if value is not None and not 0 < value <= 1:
             raise UserError(f"{name} is {value:g}.", "It is above 0 and at most 1, for example 0.05 for 5 %.")
+    two = "Without --against, name two runs or evaluations, A and B."
     raise_first(
-        (not args.against and len(args.a) != 2, "Without --against, name A and B.", "Example: ludus compare A B"),
+        (not args.against and len(args.a) != 2, two, "Example: ludus compare runs/a runs/b."),
         (several and args.boundary, "--boundary compares one A with one B.", "Name one of each."),
         (several and args.target is not None, "--target compares one A with one B.", "Name one of each."),
         (args.boundary and args.target is not None, "--boundary and --target exclude each other.", "Remove one."),

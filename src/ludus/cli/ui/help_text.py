@@ -51,6 +51,13 @@ def _fill(text: str, width: int, first: str = "", rest: str = "") -> str:
     )
 
 
+def fill_indented(line: str, width: int) -> str:
+    """Wrap a line below its indentation; one without it is unchanged."""
+    body = line.lstrip(" ")
+    margin = line[: len(line) - len(body)]
+    return _fill(body, width, margin, margin) if body and margin else line
+
+
 def wrapped(text: str, stream: TextIO) -> str:
     """Wrap the lines of a text at spaces to the width of the terminal; unchanged for a stream that is not one."""
     if not stream.isatty():

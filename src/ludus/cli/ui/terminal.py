@@ -17,6 +17,7 @@ from rich.table import Column
 from rich.text import Text
 
 from ludus.cli.signals import exit_on_interrupt
+from ludus.cli.ui.help_text import fill_indented
 
 PIPE_COLUMNS = 120
 """Width in characters of tables if the output is not a terminal."""
@@ -49,7 +50,9 @@ def print_line(console: Console, text: str, style: str = "") -> None:
 
 
 def print_text(console: Console, text: str, style: str = "") -> None:
-    """Print prose, wrapped at spaces on a terminal; paths and commands in it should not be copied."""
+    """Print prose, wrapped with its indentation on a terminal; paths and commands in it should not be copied."""
+    if console.is_terminal:
+        text = "\n".join(fill_indented(line, console.width) for line in text.split("\n"))
     console.print(Text(text, style=style), soft_wrap=not console.is_terminal)
 
 
