@@ -222,9 +222,11 @@ def test_errors_wrap_at_spaces_on_a_terminal_and_are_one_line_in_a_file(monkeypa
 
 def test_indented_prose_keeps_its_indentation_on_a_terminal():
     written = io.StringIO()
-    print_text(Console(file=written, width=24, force_terminal=True), "a.setting = 1\n    A sentence that is longer.")
+    text = "a.setting = 1\n    A sentence that is longer.\nwarn   A sentence that is longer."
+    print_text(Console(file=written, width=24, force_terminal=True), text)
     lines = [line.rstrip() for line in written.getvalue().splitlines()]
-    assert lines == ["a.setting = 1", "    A sentence that is", "    longer."]
+    prose = ["    A sentence that is", "    longer.", "warn   A sentence that", "       is longer."]
+    assert lines == ["a.setting = 1", *prose]
 
 
 def test_a_reader_that_closes_the_pipe_ends_a_command_without_a_traceback():

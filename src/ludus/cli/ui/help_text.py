@@ -52,10 +52,10 @@ def _fill(text: str, width: int, first: str = "", rest: str = "") -> str:
 
 
 def fill_indented(line: str, width: int) -> str:
-    """Wrap a line below its indentation; one without it is unchanged."""
-    body = line.lstrip(" ")
-    margin = line[: len(line) - len(body)]
-    return _fill(body, width, margin, margin) if body and margin else line
+    """Wrap a line below its indentation, or below the text after a label such as `note`; others are unchanged."""
+    body = re.sub(r"^ *([a-z]{1,5} {2,})?", "", line)
+    first = line[: len(line) - len(body)]
+    return _fill(body, width, first, " " * len(first)) if body and first else line
 
 
 def wrapped(text: str, stream: TextIO) -> str:

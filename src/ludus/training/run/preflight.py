@@ -94,7 +94,7 @@ def model_path(config: Config) -> str:
     folder = next((recipe.cold_start for recipe in list_recipes() if recipe.name == config.env.name), None)
     if folder is None or not folder.is_dir():
         raise UserError(
-            f"model.path is not set, and the world {config.env.name!r} has no packaged cold start.",
+            f"model.path is not set, and no cold start is packaged for env.name = {config.env.name!r}.",
             f"{did_you_mean(config.env.name, WORLDS)}Set --model.path to a checkpoint or a model name, "
             "or train one with `ludus sft`.",
         )
