@@ -82,7 +82,7 @@ async def scorecard(report: CheckReport, plan: CheckPlan) -> list[ScorecardRow]:
         _noise("stability, graded again", unstable, "trajectories"),
         _noise("stability, replayed", replayed, "episodes"),
         _accepts("paraphrases", paraphrased, "none available", "paraphrased answers or alternative solutions"),
-        _accepts("rewritten answers", rewritten, "nothing to rewrite", "answers with other case, spacing or a full stop"),
+        _accepts("rewritten answers", rewritten, "nothing to rewrite", "answers in other case, spacing or punctuation"),
         wrong_answers_row(corrupted),
         errors_row(paraphrased, rewritten, corrupted),
         ScorecardRow("outcome", f"graded, {len(values)} values seen" if len(values) > 2 else "two values at most"),
