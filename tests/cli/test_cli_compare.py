@@ -73,6 +73,18 @@ def test_compare_pairs_newest_matching_evaluations_of_two_folders(tmp_path):
     assert warm[1:5] == ["temperature 1", "4", "75.0%", "100.0%"]
 
 
+def test_runs_with_other_numbers_of_tasks_are_compared_after_training(tmp_path):
+    a, b = tmp_path / "a" / "evaluations", tmp_path / "b" / "evaluations"
+    for folder, trained in ((a, [1, 1, 1]), (b, [0, 1, 0, 1])):
+        saved(folder, [0, 0], step=0)
+        saved(folder, trained, step=80)
+    saved(b, [0, 1], step=80, name="step-000080-test-greedy-2-tasks")
+    said = ludus("compare", tmp_path / "a", tmp_path / "b")
+    assert "paired: step-000080-test-greedy of A with step-000080-test-greedy of B" in said.out
+    assert [cells[2:5] for cells in row(said)] == [["3", "100.0%", "33.3%"]]
+    assert "have 3 tasks in A and 4 in B; only common tasks are compared" in said.out
+
+
 def test_compare_notes_differing_evaluation_conditions(tmp_path):
     a = saved(tmp_path / "a", [0, 1])
     b = saved(tmp_path / "b", [1, 1], conditions=replace(CONDITIONS, max_turns=9), temperature=0.5, step=7)
@@ -107,7 +119,7 @@ def test_a_smaller_evaluation_is_compared_with_a_larger_one_over_the_tasks_of_bo
         ("nowhere", "a.json", "is neither an evaluation nor a run"),
         ("a.json", "words.json", "is not an evaluation"),
         ("empty", "runs", "There are no evaluations in"),
-        ("runs", "others", "have no evaluation of the same split, sampling and number of tasks"),
+        ("runs", "others", "have no evaluation of the same split and sampling"),
     ],
 )
 def test_compare_rejects_incompatible_or_missing_evaluations(tmp_path, a, b, expected):

@@ -45,8 +45,19 @@ def newest_evaluations(folder: Path) -> dict[Key, StoredEvaluation]:
         raise UserError(f"There are no evaluations in {folder}.", f"Create some: ludus eval --run {folder}")
     loaded = [(stored, stored.result.plan) for stored in map(load_stored, files)]
     keyed = [((plan.split, plan.temperature, plan.samples, plan.num_tasks), stored) for stored, plan in loaded]
-    by_rank = sorted(keyed, key=lambda pair: (not pair[1].result.plan.policy, pair[1].result.plan.step))
+    by_rank = sorted(keyed, key=lambda pair: _rank(pair[1]))
     return dict(keyed) | dict(by_rank)
+
+
+def _rank(stored: StoredEvaluation) -> tuple[bool, int, int]:
+    plan = stored.result.plan
+    return not plan.policy, plan.step, plan.num_tasks
+
+
+def newest_of_any_size(folder: Path) -> dict[tuple[str, float, int], StoredEvaluation]:
+    """Return the newest evaluation by split, temperature and attempts; of those of one step, that of the most tasks."""
+    found = newest_evaluations(folder)
+    return {key[:3]: found[key] for key in sorted(found, key=lambda key: _rank(found[key]))}
 
 
 def compare(a: Evaluation, b: Evaluation) -> PairedDifference:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -100,23 +100,23 @@ def find_pairs(a: Path, b: Path) -> list[Pair]:
         raise UserError(f"{a} is {kinds[0]}, and {b} is {kinds[1]}.", "Name two files or two folders.")
     if not a.is_dir():
         return [(comparison.load_stored(a), comparison.load_stored(b))]
-    in_a, in_b = comparison.newest_evaluations(a), comparison.newest_evaluations(b)
-    pairs = [(in_a[key], in_b[key]) for key in in_a if key in in_b]
+    in_a, in_b = comparison.newest_of_any_size(a), comparison.newest_of_any_size(b)
+    pairs = [(in_a[key], in_b[key]) for key in sorted(in_a) if key in in_b]
     if not pairs:
-        text = f"{a} and {b} have no evaluation of the same split, sampling and number of tasks."
-        split, temperature, samples, tasks = max(in_a, key=lambda key: key[3])
-        settings = f"--evaluation.splits '[\"{split}\"]' --evaluation.temperatures '[{temperature}]'"
-        numbers = f"--evaluation.samples {samples} --evaluation.tasks {tasks}"
+        text = f"{a} and {b} have no evaluation of the same split and sampling."
+        plan = max((stored.result.plan for stored in in_a.values()), key=lambda plan: plan.num_tasks)
+        settings = f"--evaluation.splits '[\"{plan.split}\"]' --evaluation.temperatures '[{plan.temperature}]'"
+        numbers = f"--evaluation.samples {plan.samples} --evaluation.tasks {plan.num_tasks}"
         hint = (
             f"\nEvaluate one like the other: ludus eval --run {b} {settings} {numbers}\nOr name two .json files of the "
-            "same split in their evaluations/: the tasks of the smaller one are compared."
+            "same split in their evaluations/."
         )
-        raise UserError(f"{text}\n  {a}: {_listing(in_a)}\n  {b}: {_listing(in_b)}", hint)
+        raise UserError(f"{text}\n  {a}: {_listing(in_a.values())}\n  {b}: {_listing(in_b.values())}", hint)
     return pairs
 
 
-def _listing(found: dict[comparison.Key, StoredEvaluation]) -> str:
-    plans = [stored.result.plan for stored in found.values()]
+def _listing(found: Iterable[StoredEvaluation]) -> str:
+    plans = [stored.result.plan for stored in found]
     return "; ".join(f"{plan.split}, {format_sampling(plan)}, {plan.num_tasks} tasks" for plan in plans)
 
 
