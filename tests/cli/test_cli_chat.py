@@ -205,7 +205,7 @@ def test_a_run_answers_piped_questions_until_the_input_ends(tiny_run, monkeypatc
 
 def test_greedy_answers_repeat_and_chat_commands_restart_or_exit(tiny_run, monkeypatch):
     question = "What does pear cost?"
-    said = chat(monkeypatch, [question, "/new", question, "/exit", "never asked"], tiny_run)
+    said = chat(monkeypatch, [question, "/new", question, "/quit", "never asked"], tiny_run)
     first, second = said.out.split("A new dialogue.\n")
     assert first.split("[you]")[1] == second.split("[you]")[1]
     assert said.out.count("new dialogue ─") == 2

@@ -109,7 +109,7 @@ def chat(repl: ChatRepl, console: Console, runner: asyncio.Runner) -> None:
         return ""
 
     for question in iter(read_line, ""):
-        if question == "/exit":
+        if question in ("/exit", "/quit"):
             return
         if question == "/retry" and repl.last_question:
             print_line(console, f"[you] {repl.last_question}")
