@@ -94,6 +94,8 @@ def test_settings_are_validated_as_on_the_command_line(tmp_path):
         ludus.train("search", algorithm={"group_sise": 2})
     with pytest.raises(UserError, match="not a table"):
         ludus.train("search", training=3)
+    with pytest.raises(UserError, match=r"not a table of settings. The nearest is algorithm\.group_size"):
+        ludus.train("search", group_size=3)
     with pytest.raises(UserError, match="does not exist"):
         ludus.load(tmp_path / "none")
     config = ludus.configuration("search", training={"steps": 7}, model="some/path")

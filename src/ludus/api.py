@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, ParamSpec, TypeVar
 from ludus.cli.arguments import model_settings, policy_config
 from ludus.config.load import config_from_toml, load_config, setting_words
 from ludus.config.schema import Config
+from ludus.config.settings import is_section, suggestion
 from ludus.config.toml import to_toml
 from ludus.diagnostics.trackers import read_metrics
 from ludus.envs.agent_world import AgentFunction, AgentWorld, RewardFunction
@@ -205,7 +206,8 @@ def configuration(source: Source | None = None, **settings: object) -> Config:
         words = model_settings(str(settings.pop("model")), source if isinstance(source, str) else None)
     for section, values in settings.items():
         if not isinstance(values, Mapping):
-            raise UserError(f"{section} = {values!r} is not a table of settings.", f"Write {section}={{...}}.")
+            hint = f"Write {section}={{...}}." if is_section(section) else f"{suggestion(section)}.".capitalize()
+            raise UserError(f"{section} = {values!r} is not a table of settings.", hint)
         words += setting_words(values, f"{section}.")
     if isinstance(source, Config):
         return config_from_toml(to_toml(source), "the configuration and the arguments", words)
