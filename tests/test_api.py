@@ -10,6 +10,7 @@ import openai
 import pytest
 
 import ludus
+import ludus.api
 from ludus.envs.agent_world import AgentWorld
 from ludus.errors import ConfigError, UserError
 from ludus.types import Message, StopReason
