@@ -2,11 +2,14 @@
 
 import io
 import re
+from dataclasses import replace
 
 import pytest
 from rich.console import Console
 
 from ludus.cli.ui.fitted_table import TableColumn, make_table
+from ludus.cli.ui.tables import tag_table
+from ludus.evaluation.evaluate import Evaluation, EvaluationPlan
 from ludus.evaluation.tables import markdown_rows
 
 WIDTHS = (40, 60, 80, 140)
@@ -34,6 +37,17 @@ def test_columns_are_dropped_by_rank_and_named():
     assert "Columns" not in "".join(lines(make_table(COLUMNS, [ROW]), 100))
     assert lines(make_table(COLUMNS, [ROW]), 84)[-1] == "Columns that need a wider terminal: detectable"
     assert lines(make_table(COLUMNS, [ROW]), 72)[-1] == "Columns that need a wider terminal: detectable, f1"
+
+
+def test_success_by_long_tags_is_a_table_on_80_columns():
+    kinds = ["airport/city", "airport/city/country/currency"] * 6
+    plan = EvaluationPlan(split="test", num_tasks=12, samples=1, temperature=0.0, seed=0)
+    tags = tuple({"family": kind} for kind in kinds)
+    greedy = Evaluation(plan, tuple(map(str, range(12))), (1,) * 12, tuple(kinds), {}, 0, tags=tags)
+    shown = lines(tag_table("test", [greedy, replace(greedy, plan=replace(plan, temperature=1.0))]), 80)
+    assert sum("airport/city/country/currency" in line for line in shown) == 1
+    assert sum("greedy" in line for line in shown) == 1
+    assert shown[-1] == "Columns that need a wider terminal: tasks"
 
 
 def test_rows_that_do_not_fit_are_blocks_with_every_cell():

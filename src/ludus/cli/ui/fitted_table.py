@@ -16,7 +16,7 @@ from rich.text import Text
 from ludus.errors import UserError
 from ludus.evaluation.tables import ReportTable, markdown_rows
 
-_TEXT_COLUMNS = 22
+_TEXT_COLUMNS = 20
 """Minimum width of a column of text."""
 _WORD = re.compile(r"\[[^\s\]]+, [^\s\]]+\]\S*|\S+")
 """A word or an interval [low, high], which is not broken."""

@@ -82,11 +82,11 @@ def tag_table(split: str, results: Sequence[Evaluation]) -> FittedTable:
         if not 1 < len(values) <= MAX_VALUES:
             continue
         for value, one in values.items():
-            rates = (format_success(other[tag][value]) for other in found if value in other.get(tag, {}))
-            rows.append((tag, value, one.num_tasks, *rates))
-    names = (format_sampling(result.plan) for result in results)
-    head: tuple[str | TableColumn, ...] = ("tag", TableColumn("value", wrap=True), TableColumn("tasks", 1))
-    return make_table((*head, *names), rows, f"{split}: success by tag, with 95 % intervals")
+            shown = (format_success(other[tag][value]) for other in found if value in other.get(tag, {}))
+            rows.append((f"{tag} {value}", one.num_tasks, *shown))
+    rates = (TableColumn(format_sampling(result.plan), wrap=True) for result in results)
+    columns = (TableColumn("tag", wrap=True), TableColumn("tasks", 1), *rates)
+    return make_table(columns, rows, f"{split}: success by tag, with 95 % intervals")
 
 
 def _cost_table(results: Sequence[Evaluation]) -> FittedTable:
