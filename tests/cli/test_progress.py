@@ -91,6 +91,7 @@ def test_straggler_hint_reports_steps_waiting_for_few_long_episodes():
     assert straggler_hint(timed(config, *normal, episode(4.0, 3.0), rollout_s=23.0), config) == ""
     assert straggler_hint(timed(config, *normal, *normal, episode(4.0, 3.0)), config) == ""
     assert straggler_hint(timed(config), config) == ""
+    assert straggler_hint(timed(config, *[episode(0.05, 0.05)] * 60, episode(0.6, 0.3), rollout_s=0.9), config) == ""
     assert straggler_hint(found, load_config("search", ["--training.mode", "async"])) == ""
 
 

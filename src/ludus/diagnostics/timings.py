@@ -22,6 +22,8 @@ STRAGGLER = 5.0
 """A call slower than this many times the median of its tool in the step is a straggler; likewise an episode."""
 MUCH_WAITING = 0.25
 """Minimum share of the step between the median and the p99 episode for a hint about stragglers."""
+MUCH_WAITING_S = 1.0
+"""Minimum seconds between them."""
 MUCH_SCORING = 0.25
 """Minimum share of the step spent on computing rewards, and of episode time spent on waiting for them, for a
 hint."""
@@ -138,7 +140,7 @@ def straggler_hint(timings: Mapping[str, float], config: Config) -> str:
     """Return a hint if a step waits for a few long episodes (p99 against the median), otherwise ""."""
     median_s, slow_s = timings.get("episode/median_s", 0.0), timings.get("episode/p99_s", 0.0)
     step_s = timings.get("time/step_s", 0.0) - timings.get("time/evaluate_s", 0.0)
-    is_short = slow_s - median_s < MUCH_WAITING * step_s
+    is_short = slow_s - median_s < max(MUCH_WAITING * step_s, MUCH_WAITING_S)
     if config.training.streams or slow_s <= STRAGGLER * median_s or is_short:
         return ""
     return (
