@@ -432,7 +432,7 @@ def test_tier_advantage_reveals_a_misaligned_reward():
     tiers = torch.tensor([[0, 1], [0, -1]])
     found = adv.tier_advantages(advantages=float64([2, 2, 4], [-3, 9, 9]), tiers=tiers, num_tiers=3, **ids)
     same(found, float64(-0.5, 4, 0))
-    with pytest.raises(ValueError, match="row 0 has a tier past the 1"):
+    with pytest.raises(ValueError, match="row 0 has a tier index above 0"):
         adv.tier_advantages(advantages=float64([2, 2, 4], [1, 1, 1]), tiers=tiers, num_tiers=1, **ids)
     with pytest.raises(ValueError, match=r"success\[1\] is 0.5"):
         adv.calibrate_tiers(tiers=tiers, success=float64(1, 0.5), num_tiers=3)

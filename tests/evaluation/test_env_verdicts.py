@@ -116,7 +116,7 @@ def test_faulty_verifier_fails_its_dedicated_check_row(name):
 def test_verifier_rejecting_other_spellings_of_the_answer_is_detected():
     found, said = failing(planted(lambda task, text: text == task.truth))
     assert found == {"rewritten answers"}
-    assert re.search(r"rejects \d+ of \d+ correct answers with other case", said[0])
+    assert re.search(r"rejects \d+ of \d+ correct answers in other case", said[0])
 
 
 def test_report_counts_false_negatives_and_false_positives():

@@ -79,7 +79,7 @@ def test_without_a_type_a_number_is_one():
         ({"type": "choice", "answer": "C", "options": ["a", "b"]}, "not one of the options"),
         ({"type": "choice", "answer": "same", "options": ["same", "same"]}, "not one of the options"),
         ({"type": "choice", "answer": "a", "options": {"1": "a", "2": "b"}}, "letters from A to Z"),
-        ({"type": "choice", "answer": "A", "options": ["a", 2]}, "not texts"),
+        ({"type": "choice", "answer": "A", "options": ["a", 2]}, "must map letters"),
         ({"type": "schema", "answer": [1]}, "not a JSON schema"),
         ({"type": "schema", "answer": {"type": "nothing"}}, "not a JSON schema"),
         ({"type": "json", "answer": 1, "tolerance": -1}, '"tolerance" is -1'),
