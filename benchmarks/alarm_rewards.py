@@ -1,5 +1,7 @@
 """Wrong rewards, which make the runs of `alarm_table.py` show an alarm."""
 
+import operator
+
 from ludus.types import Task, Trajectory
 
 
@@ -21,3 +23,15 @@ def longer(task: Task, trajectory: Trajectory) -> float:
 def failed_call(task: Task, trajectory: Trajectory) -> float:
     """Return 1 if a call failed."""
     return float(any(outcome.status != "ok" for outcome in trajectory.call_outcomes))
+
+
+def repeated_calls(task: Task, trajectory: Trajectory) -> float:
+    """Return the number of calls that equal the call before over 4, at most 1."""
+    calls = [call["function"] for message in trajectory.messages for call in message.get("tool_calls") or []]
+    return min(1.0, sum(map(operator.eq, calls, calls[1:])) / 4)
+
+
+def sevens(task: Task, trajectory: Trajectory) -> float:
+    """Return the share of the policy's messages that are 7."""
+    own = [message["content"].strip() for message in trajectory.messages if message["role"] == "assistant"]
+    return own.count("7") / max(1, len(own))

@@ -1,0 +1,124 @@
+"""Planted faults of the runs of `alarm_table.py` that are not settings: worlds, engines, parts of an algorithm."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Never
+
+import numpy as np
+from torch import Tensor
+
+from ludus.algorithms.algorithm import AdvantageSpec, Need
+from ludus.algorithms.tensors import float_dtype, groups_to_compare, per_action
+from ludus.engines.base import Request
+from ludus.engines.embedded.engine import LocalEngine
+from ludus.envs.messages import assistant
+from ludus.envs.tool_env import ToolLimits
+from ludus.tools.base import Tool, ToolError
+from ludus.training.run.session import TrainingSession, local_engine
+from ludus.types import Completion, Group, Message
+from ludus.worlds.guess.world import GuessWorld, make_guess_world
+from ludus.worlds.search.world import SearchWorld, make_search_world
+
+SearchPlugin = Callable[[Mapping[str, object], ToolLimits], SearchWorld]
+
+
+def search_with(change: Callable[[Tool], Tool]) -> SearchPlugin:
+    """Return a plug-in: the search world whose tool is changed."""
+
+    def make(settings: Mapping[str, object], limits: ToolLimits) -> SearchWorld:
+        world = make_search_world(settings, limits)
+        vars(world)["tool"] = change(world.tool)
+        return world
+
+    return make
+
+
+def unavailable(**arguments: object) -> Never:
+    raise ToolError("The index is not available.")
+
+
+renamed_tool = search_with(lambda tool: replace(tool, name="lookup"))
+broken_tool = search_with(lambda tool: replace(tool, function=unavailable))
+
+
+def shown_with(change: Callable[[Sequence[Message]], Iterable[Message]]) -> SearchPlugin:
+    """Return a plug-in: the search world whose demonstrations are changed."""
+
+    def make(settings: Mapping[str, object], limits: ToolLimits) -> SearchWorld:
+        world = make_search_world(settings, limits)
+        plain = world.demonstrations
+        vars(world)["demonstrations"] = lambda seed: (
+            replace(dialogue, messages=tuple(change(dialogue.messages))) for dialogue in plain(seed)
+        )
+        return world
+
+    return make
+
+
+@shown_with
+def quotes(messages: Sequence[Message]) -> Iterable[Message]:
+    """Quote all passages before the answer."""
+    found = [message["content"] for message in messages if message["role"] == "tool"]
+    return *messages[:-1], assistant("\n".join([*found, f"Answer: {messages[-1]['content']}"]))
+
+
+@shown_with
+def russian_thoughts(messages: Sequence[Message]) -> Iterable[Message]:
+    """Reason in Russian."""
+    return (one | {"reasoning_content": "Ищу ответ."} if "reasoning_content" in one else one for one in messages)
+
+
+def lost_games(settings: Mapping[str, object], limits: ToolLimits) -> GuessWorld:
+    """Return the guess world, in which three of four numbers are not in their range."""
+    world = make_guess_world(settings, limits)
+    lists = {
+        split: [replace(task, truth="99") if place % 4 else task for place, task in enumerate(tasks)]
+        for split, tasks in world.task_lists.items()
+    }
+    return replace(world, task_lists=lists)
+
+
+def engine_with(change: Callable[[Request], Request]) -> Callable[[TrainingSession], LocalEngine]:
+    """Return a plug-in: the embedded engine, which receives changed requests."""
+
+    def make(session: TrainingSession) -> LocalEngine:
+        engine = local_engine(session)
+        plain = engine.generate_batch
+
+        async def generate_batch(requests: Sequence[Request]) -> list[Completion]:
+            return await plain([change(request) for request in requests])
+
+        engine.generate_batch = generate_batch
+        return engine
+
+    return make
+
+
+low_temperature = engine_with(
+    lambda request: replace(request, params=replace(request.params, temperature=request.params.temperature and 0.6))
+)
+short_window = engine_with(lambda request: replace(request, token_ids=request.token_ids[-512:]))
+
+
+@AdvantageSpec(help="rewards minus the mean of the group, on the last token alone", needs={Need.GROUP})
+def last_token(*, rewards: Tensor, group: Tensor, mask: Tensor) -> Tensor:
+    """The advantage of an episode, not copied to its other tokens."""
+    grouped = groups_to_compare(rewards, group, mask)
+    num_later = mask.bool().flip(1).cumsum(1).flip(1)
+    advantages = per_action(grouped.subtract(grouped.mean()), mask, float_dtype(rewards))
+    return advantages * (num_later == 1)
+
+
+def inverted_clip(*, logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, mask: Tensor) -> Tensor:
+    """The loss of the tokens that the clip should exclude."""
+    ratio = ((logprobs - old_logprobs) * mask).exp()
+    return -ratio * advantages * mask * ((ratio - 1).abs() > 0.2)
+
+
+def tokens_per_failure(groups: Sequence[Group]) -> dict[str, float]:
+    """A metric that divides by the number of failed calls."""
+    episodes = [trajectory for group in groups for trajectory in group.trajectories]
+    failed = sum(outcome.status != "ok" for one in episodes for outcome in one.call_outcomes)
+    return {"mine/tokens_per_failure": float(np.divide(sum(one.num_action_tokens for one in episodes), failed))}
