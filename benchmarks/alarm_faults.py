@@ -14,22 +14,22 @@ from ludus.algorithms.tensors import float_dtype, groups_to_compare, per_action
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import LocalEngine
 from ludus.envs.messages import assistant
-from ludus.envs.tool_env import ToolLimits
+from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.tools.base import Tool, ToolError
 from ludus.training.run.session import TrainingSession, local_engine
-from ludus.types import Completion, Group, Message
-from ludus.worlds.guess.world import GuessWorld, make_guess_world
+from ludus.types import Action, Completion, Group, Message, StepResult
+from ludus.worlds.guess.world import GuessEnv, GuessWorld, make_guess_world
 from ludus.worlds.search.world import SearchWorld, make_search_world
 
 SearchPlugin = Callable[[Mapping[str, object], ToolLimits], SearchWorld]
 
 
 def search_with(change: Callable[[Tool], Tool]) -> SearchPlugin:
-    """Return a plug-in: the search world whose tool is changed."""
+    """Return a plug-in: the search world whose episodes have a changed tool."""
 
     def make(settings: Mapping[str, object], limits: ToolLimits) -> SearchWorld:
         world = make_search_world(settings, limits)
-        vars(world)["tool"] = change(world.tool)
+        vars(world)["environment"] = lambda task: ToolEnv([change(world.tool)], world.rewards, limits)
         return world
 
     return make
@@ -70,25 +70,31 @@ def russian_thoughts(messages: Sequence[Message]) -> Iterable[Message]:
     return (one | {"reasoning_content": "Ищу ответ."} if "reasoning_content" in one else one for one in messages)
 
 
+class LostGame(GuessEnv):
+    """A game that replies "higher" to the right number."""
+
+    async def step(self, action: Action) -> StepResult:
+        if action.message["content"].strip() == str(self._number):
+            return StepResult((Message(role="user", content="higher"),), reward=0.0)
+        return await super().step(action)
+
+
 def lost_games(settings: Mapping[str, object], limits: ToolLimits) -> GuessWorld:
-    """Return the guess world, in which three of four numbers are not in their range."""
+    """Return the guess world, in which about three of four games cannot be won."""
     world = make_guess_world(settings, limits)
-    lists = {
-        split: [replace(task, truth="99") if place % 4 else task for place, task in enumerate(tasks)]
-        for split, tasks in world.task_lists.items()
-    }
-    return replace(world, task_lists=lists)
+    vars(world)["environment"] = lambda task: LostGame() if int(task.truth) % 4 else GuessEnv()
+    return world
 
 
-def engine_with(change: Callable[[Request], Request]) -> Callable[[TrainingSession], LocalEngine]:
-    """Return a plug-in: the embedded engine, which receives changed requests."""
+def engine_with(change: Callable[[Request, int], Request]) -> Callable[[TrainingSession], LocalEngine]:
+    """Return a plug-in: the embedded engine, whose requests are changed, depending on the version of its weights."""
 
     def make(session: TrainingSession) -> LocalEngine:
         engine = local_engine(session)
         plain = engine.generate_batch
 
         async def generate_batch(requests: Sequence[Request]) -> list[Completion]:
-            return await plain([change(request) for request in requests])
+            return await plain([change(request, engine.version) for request in requests])
 
         engine.generate_batch = generate_batch
         return engine
@@ -96,10 +102,16 @@ def engine_with(change: Callable[[Request], Request]) -> Callable[[TrainingSessi
     return make
 
 
-low_temperature = engine_with(
-    lambda request: replace(request, params=replace(request.params, temperature=request.params.temperature and 0.6))
+def colder(request: Request) -> Request:
+    """Return the request at temperature 0.6, unless it is greedy."""
+    return replace(request, params=replace(request.params, temperature=request.params.temperature and 0.6))
+
+
+cold_engine = engine_with(lambda request, version: colder(request))
+engine_that_cools = engine_with(lambda request, version: colder(request) if version > 1 else request)
+engine_of_short_contexts = engine_with(
+    lambda request, version: colder(request) if len(request.token_ids) > 512 else request
 )
-short_window = engine_with(lambda request: replace(request, token_ids=request.token_ids[-512:]))
 
 
 @AdvantageSpec(help="rewards minus the mean of the group, on the last token alone", needs={Need.GROUP})
