@@ -50,9 +50,12 @@ def train(name: str, spec: Mapping[str, Any], common: Mapping[str, object], out:
         model = {}
         if "sft" in spec:
             start = out / f"{name}-sft"
-            run_ludus("sft", spec["recipe"], {**spec["sft"], "run.threads": 1, "run.dir": str(start)})
+            run_ludus(start, ["sft", spec["recipe"]], {**spec["sft"], "run.threads": 1, "run.dir": str(start)})
             model = {"model.path": str(max((start / "checkpoints").glob("step-*")))}
-        run_ludus("train", spec["recipe"], {**common, **spec.get("settings", {}), **model, "run.dir": str(folder)})
+        settings = {**common, **spec.get("settings", {}), **model, "run.dir": str(folder)}
+        run_ludus(folder, ["train", spec["recipe"]], settings)
+        if "resumed" in spec:
+            run_ludus(folder, ["train", "--resume", str(folder)], spec["resumed"])
         (folder / "done").touch()
     rows = read_metrics(folder / "metrics.jsonl")
     raised = alarms_by_step((row.step, row.metrics) for row in rows)
@@ -60,14 +63,11 @@ def train(name: str, spec: Mapping[str, Any], common: Mapping[str, object], out:
     return AlarmRun(name, spec, first, damage_step(rows), len(rows))
 
 
-def run_ludus(command: str, recipe: str, settings: Mapping[str, object]) -> None:
+def run_ludus(folder: Path, command: Sequence[str], settings: Mapping[str, object]) -> None:
     """Run a command of Ludus, with a log beside its run folder. Exit if there are no metrics."""
     words = [word for key, value in settings.items() for word in (f"--{key}", setting(value))]
-    folder = Path(str(settings["run.dir"]))
-    with folder.with_suffix(".log").open("w") as log:
-        done = subprocess.run(
-            [sys.executable, "-m", "ludus", command, recipe, *words], stdout=log, stderr=log, cwd=HERE
-        )
+    with folder.with_suffix(".log").open("a") as log:
+        done = subprocess.run([sys.executable, "-m", "ludus", *command, *words], stdout=log, stderr=log, cwd=HERE)
     if not (folder / "metrics.jsonl").is_file():
         raise SystemExit(f"{folder.name} did not train (exit code {done.returncode}): see {log.name}")
 

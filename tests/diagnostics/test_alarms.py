@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -273,3 +275,8 @@ def test_webhook_receives_the_alarm_and_a_failed_request_is_logged(caplog):
     server.server_close()
     send_alarm(url, "run-1", 8, alarm).join(10)
     assert "the webhook of the alarm tool_errors failed" in caplog.text
+
+
+def test_every_alarm_was_raised_by_a_trained_run_with_a_planted_fault():
+    page = (Path(__file__).parents[2] / "docs/experiments/alarm_table.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \| \w+ \| \d+ \|", page, re.MULTILINE)) == set(rules())
