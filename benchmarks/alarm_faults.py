@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from itertools import pairwise
 from typing import Never
 
 import numpy as np
@@ -62,6 +63,14 @@ def quotes(messages: Sequence[Message]) -> Iterable[Message]:
     """Quote all passages before the answer."""
     found = [message["content"] for message in messages if message["role"] == "tool"]
     return *messages[:-1], assistant("\n".join([*found, f"Answer: {messages[-1]['content']}"]))
+
+
+@shown_with
+def repeats(messages: Sequence[Message]) -> Iterable[Message]:
+    """Make each call three times."""
+    calls = [turn for turn in pairwise(messages) if turn[1]["role"] == "tool"]
+    opening = [message for message in messages if message["role"] in ("system", "user")]
+    return *opening, *(message for turn in calls for message in turn * 3), messages[-1]
 
 
 @shown_with

@@ -1,7 +1,5 @@
 """Wrong rewards, which make the runs of `alarm_table.py` show an alarm."""
 
-import operator
-
 from ludus.types import Task, Trajectory
 
 
@@ -23,12 +21,6 @@ def longer(task: Task, trajectory: Trajectory) -> float:
 def failed_call(task: Task, trajectory: Trajectory) -> float:
     """Return 1 if a call failed."""
     return float(any(outcome.status != "ok" for outcome in trajectory.call_outcomes))
-
-
-def repeated_calls(task: Task, trajectory: Trajectory) -> float:
-    """Return the number of calls that equal the call before over 4, at most 1."""
-    calls = [call["function"] for message in trajectory.messages for call in message.get("tool_calls") or []]
-    return min(1.0, sum(map(operator.eq, calls, calls[1:])) / 4)
 
 
 def sevens(task: Task, trajectory: Trajectory) -> float:
