@@ -60,9 +60,9 @@ def shown_with(change: Callable[[Sequence[Message]], Iterable[Message]]) -> Sear
 
 @shown_with
 def quotes(messages: Sequence[Message]) -> Iterable[Message]:
-    """Quote all passages before the answer."""
+    """Quote all passages three times before the answer."""
     found = [message["content"] for message in messages if message["role"] == "tool"]
-    return *messages[:-1], assistant("\n".join([*found, f"Answer: {messages[-1]['content']}"]))
+    return *messages[:-1], assistant("\n".join([*found * 3, f"Answer: {messages[-1]['content']}"]))
 
 
 @shown_with

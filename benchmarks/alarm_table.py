@@ -1,6 +1,6 @@
 """Train small runs with planted faults and healthy ones, and tabulate which alarms are raised and when.
 
-    python benchmarks/alarm_table.py --out .bench/alarms                 all runs of alarm_table.toml, half an hour
+    python benchmarks/alarm_table.py --out .bench/alarms                 all runs of alarm_table.toml, an hour
     python benchmarks/alarm_table.py --out .bench/alarms --only entropy_bonus
     python benchmarks/alarm_table.py --out .bench/alarms --page docs/experiments/alarm_table.md
 
