@@ -21,3 +21,9 @@ def longer(task: Task, trajectory: Trajectory) -> float:
 def failed_call(task: Task, trajectory: Trajectory) -> float:
     """Return 1 if a call failed."""
     return float(any(outcome.status != "ok" for outcome in trajectory.call_outcomes))
+
+
+def sevens(task: Task, trajectory: Trajectory) -> float:
+    """Return the share of the policy's messages that are 7."""
+    own = [message["content"].strip() for message in trajectory.messages if message["role"] == "assistant"]
+    return own.count("7") / max(1, len(own))

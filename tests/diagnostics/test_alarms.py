@@ -2,7 +2,9 @@
 
 import json
 import math
+import re
 from http.server import BaseHTTPRequestHandler, HTTPServer
+from pathlib import Path
 from threading import Thread
 
 import pytest
@@ -40,7 +42,7 @@ SHOWN = {
     "uniform_failure": with_end(5, success__mean=0.0, reward__right=0.0),
     "success_drop": with_end(3, success__mean=0.2),
     "entropy_collapse": with_end(5, policy__entropy=0.015),
-    "template_collapse": with_end(1, collapse__retrieval_1=0.2, collapse__chance=0.1),
+    "template_collapse": with_end(3, collapse__mutual_information=0.09, collapse__chance=0.1),
     "exploration_ended": with_end(5, groups__low_entropy=0.6),
     "entropy_explosion": with_end(3, policy__entropy=2.0),
     "kl_jump": with_end(2, policy__kl_reference=0.5),
@@ -131,8 +133,9 @@ def test_a_healthy_run_raises_no_alarm_at_any_step(seed):
         with_end(4, policy__entropy=0.015),
         with_end(1, groups__zero_variance=1.0, distill__reverse_kl=0.1),
         with_end(1, groups__zero_variance=1.0, experts__trained=1.0),
-        with_end(1, collapse__retrieval_1=0.21, collapse__mutual_information=0.1),
-        with_end(1, collapse__retrieval_1=0.0, collapse__chance=0.5),
+        with_end(3, collapse__mutual_information=0.1, collapse__chance=0.1),
+        with_end(2, collapse__mutual_information=0.09, collapse__chance=0.1),
+        with_end(3, collapse__mutual_information=0.09, collapse__chance=0.5),
         evaluated((0.3, 0.2), *[(0.3, 0.0)] * 4, margin=0.15),
         evaluated((0.3, 0.8), (0.3, 0.65), (0.3, 0.71)),
         evaluated((0.3, 0.8), (0.3, 0.62), (0.3, 0.62), margin=0.13),
@@ -203,7 +206,7 @@ def test_zero_reward_alarm_names_a_likely_cause_and_suggests_sft(change, words):
 
 
 def test_template_collapse_compares_with_the_first_measurements():
-    fallen = with_end(1, collapse__mutual_information=0.09)
+    fallen = with_end(3, collapse__mutual_information=0.09, collapse__chance=0.1)
     assert "fell from 0.4 to 0.09" in text_of("template_collapse", fallen)
     assert names(fallen[-10:]) == []
 
@@ -273,3 +276,8 @@ def test_webhook_receives_the_alarm_and_a_failed_request_is_logged(caplog):
     server.server_close()
     send_alarm(url, "run-1", 8, alarm).join(10)
     assert "the webhook of the alarm tool_errors failed" in caplog.text
+
+
+def test_every_alarm_was_raised_by_a_trained_run_with_a_planted_fault():
+    page = (Path(__file__).parents[2] / "docs/experiments/alarm_table.md").read_text()
+    assert set(re.findall(r"^\| `(\w+)` \| \w+ \| \d+ \|", page, re.MULTILINE)) == set(rules())

@@ -401,15 +401,12 @@ def reward_hacking(history: History, *, evaluations: int, rise: float, drop: flo
 
 
 def template_collapse(history: History, *, steps: int, first: int, fraction: float, chance: float) -> str:
-    """Reasoning does not depend on the prompt, in measurements with enough prompts."""
-    found, expected = (last_values(history, COLLAPSE + name, steps) for name in ("retrieval_1", "chance"))
-    if not found or not expected or max(expected) > chance:
-        return ""
+    """Reasoning depends less on the prompt than in the first measurements; those with few prompts do not count."""
     name = COLLAPSE + "mutual_information"
     base, values = first_mean(history, name, first, steps), last_values(history, name, steps)
-    if all(share <= 2 * one for share, one in zip(found, expected, strict=True)):
-        return f"{found[-1]:.0%} of the first turns are likeliest under their own prompt (chance: {expected[-1]:.0%})"
-    if base is None or base <= 0 or max(values) >= fraction * base:
+    if base is None or base <= 0 or not values or max(values) >= fraction * base:
+        return ""
+    if max(last_values(history, COLLAPSE + "chance", steps)) > chance:
         return ""
     return f"{name} fell from {base:.3g} to {values[-1]:.3g} nats per token"
 
