@@ -491,8 +491,8 @@ class Algorithm:
     def call(self, function: Callable[..., R], part: Part, inputs: Mapping[str, object]) -> R:
         """Call a function of a part; bind each parameter by name to an option of the part, an input, or a setting.
 
-        A required input that is None is replaced by its neutral value (`tensors.NEUTRAL`), without one it is a
-        ValueError.
+        A required input that is None is replaced by its neutral value (`tensors.NEUTRAL`). Raises ValueError for an
+        input without one.
         """
         known = self.options_of(part)[1]
         given: dict[str, object] = {}

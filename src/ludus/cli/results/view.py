@@ -44,7 +44,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
 
 
 def _verifier(config: Config) -> Callable[[RolloutRecord], bool | None]:
-    """Return a predicate, whether a rollout solved its task; always None if the world is not available."""
+    """Return a function that returns whether a rollout solved its task, or None if the world is not available."""
     try:
         rewards = build_world(config.env, config.rollout).rewards
     except LudusError:

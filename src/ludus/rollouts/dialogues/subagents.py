@@ -47,7 +47,7 @@ class SubAgents:
     async def run(self, environment: Environment) -> Trajectory:
         """Run the episode without scoring, as `run_unscored`; the rows and outcomes of sub-agents follow its own."""
         hidden = [one.name for one in self._tools(environment)] if self.limits.subagents.exclusive else []
-        outer = self.with_delegate_tool(environment, self._tools(environment), (), hidden)
+        outer = self._with_delegate_tool(environment, self._tools(environment), (), hidden)
         trajectory = await run_unscored(self.task, self.sample, outer, self.make_chat(), self.limits)
         segments, outcomes = list(trajectory.segments), list(trajectory.outcomes)
         for path, ended in sorted(self._ended.items()):
@@ -62,7 +62,7 @@ class SubAgents:
         names = self.limits.subagents.tools
         return [one for one in environment.tools if not names or one.name in names]
 
-    def with_delegate_tool(
+    def _with_delegate_tool(
         self, inner: Environment, tools: Sequence[Tool], path: tuple[int, ...], hidden: Sequence[str] = ()
     ) -> Environment:
         """Return an environment whose tools include `delegate`, for the agent at a path in the tree of agents."""
@@ -94,7 +94,7 @@ class SubAgents:
         tool_limits = ToolLimits.of(self.limits)
         environment: Environment = ToolEnv([*tools, *self.shared], (), tool_limits)
         if len(path) < settings.max_depth:
-            environment = self.with_delegate_tool(ToolEnv(tools, (), tool_limits), tools, path)
+            environment = self._with_delegate_tool(ToolEnv(tools, (), tool_limits), tools, path)
         limits = self.limits.model_copy(update={"max_turns": settings.max_turns, "episode_timeout_s": None})
         chat = _named(self.make_chat(), path)
         ended = self._ended[path] = await run_unscored(task, self.sample, environment, chat, limits)
