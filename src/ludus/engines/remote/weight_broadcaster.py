@@ -156,14 +156,15 @@ class Broadcaster:
     async def _form_group(self) -> WeightTransferGroup:
         """Form a group with all servers. Raises EngineError if one does not join in time."""
         self._group = None
-        store = open_store(self.host, self.timeout_s)
+        limit = self.timeout_s + 1  # Past the deadline below, so that a missing server always gives the same error.
+        store = open_store(self.host, limit)
         count = len(self.replicas) + 1
         place = partial(TransferAddress, host=self.host, port=store.port, count=count, timeout_s=self.timeout_s)
         calls = [
             self._command(replica, "/join_weight_group", place(rank=rank).model_dump())
             for rank, replica in enumerate(self.replicas, 1)
         ]
-        joined = run_in_thread("broadcast", partial(join_group, store, TRAINER, count, self.timeout_s, self.host))
+        joined = run_in_thread("broadcast", partial(join_group, store, TRAINER, count, limit, self.host))
         try:
             async with asyncio.timeout(self.timeout_s):
                 group, _ = await asyncio.gather(asyncio.wrap_future(joined), asyncio.gather(*calls))
