@@ -3,8 +3,9 @@
     python benchmarks/long_episodes.py
 
 `trained`: the recipe. `masked`: the tokens of summaries are not in the loss. `truncated`: no summaries, so that an
-episode ends at `rollout.max_seq_len`. All arms have the same cold start, seeds, tasks and number of episodes. The
-trained models are also evaluated on archives of --long documents. Runs are kept in --folder and not repeated.
+episode ends at `rollout.max_seq_len`. All arms start from the packaged cold start and have the same seeds, tasks and
+number of episodes. The trained models are also evaluated on archives of --long documents. Runs are kept in --folder
+and not repeated.
 Differences are paired over tasks (bootstrap over tasks of the mean over seeds) and over seeds (t-distribution).
 """
 
@@ -16,7 +17,6 @@ import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from cold_start import cold_start
 from learning import by_task, over_seeds
 from ludus.diagnostics.trackers import read_metrics
 from ludus.evaluation.evaluate import Evaluation, load_evaluation
@@ -39,14 +39,14 @@ def ludus(path: Path, *words: str) -> None:
         (path / "done").touch()
 
 
-def train(args: argparse.Namespace, arm: str, seed: int, start: Sequence[str]) -> Path:
+def train(args: argparse.Namespace, arm: str, seed: int) -> Path:
     """Train one seed of an arm, or resume its run; return the run folder."""
     path = args.folder / f"{arm}-seed{seed}"
     if (path / "config.toml").is_file():
         ludus(path, "train", "--resume", str(path))
         return path
     words = ["--run.dir", str(path), "--run.seed", str(seed), "--run.save_rollouts", "false"]
-    words += ["--evaluation.tasks", str(args.tasks), "--evaluation.tasks_before", "0", *start, *ARMS[arm]]
+    words += ["--evaluation.tasks", str(args.tasks), "--evaluation.tasks_before", "0", *ARMS[arm]]
     ludus(path, "train", "archive", *words, "--training.steps", str(args.steps))
     return path
 
@@ -104,13 +104,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--long", type=int, default=300, help="documents of the longest archives")
     parser.add_argument("--long-tasks", type=int, default=30)
     args = parser.parse_args(arguments)
-    start = cold_start("archive", args.folder / "cold")
     wide = ("--evaluation.tasks", str(args.tasks))
     begun = {
-        name: evaluate(args.folder / f"before-{name}", "archive", *start, *ARMS[arm], *wide)
+        name: evaluate(args.folder / f"before-{name}", "archive", *ARMS[arm], *wide)
         for name, arm in {"rewritten": "trained", "truncated": "truncated"}.items()
     }
-    paths = {(arm, seed): train(args, arm, seed, start) for seed in range(args.seeds) for arm in ARMS}
+    paths = {(arm, seed): train(args, arm, seed) for seed in range(args.seeds) for arm in ARMS}
     by_arm = {arm: [paths[arm, seed] for seed in range(args.seeds)] for arm in ARMS}
     sampled = {arm: sum(map(tokens, found)) / args.seeds for arm, found in by_arm.items()}
     for sampling, words in SAMPLINGS.items():
@@ -119,7 +118,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print(f"\n{args.tasks} tasks of `test`, {words}:\n\n{report(before, after, sampled)}")
     documents = ("--env.settings.num_documents", str(args.long), "--rollout.max_turns", str(args.long + 20))
     documents += ("--evaluation.tasks", str(args.long_tasks), "--evaluation.temperatures", "[0.0]")
-    cold = last(evaluate(args.folder / "long-cold", "archive", *start, *documents), "greedy")
+    cold = last(evaluate(args.folder / "long-cold", "archive", *documents), "greedy")
     print(f"\n{args.long} documents, {args.long_tasks} tasks, greedy: cold start {100 * cold.rate:.1f}")
     for arm in ("trained", "masked"):
         made = [evaluate(args.folder / f"long-{p.name}", "--run", str(p), *documents) for p in by_arm[arm]]
