@@ -427,6 +427,7 @@ class Algorithm:
     overlong_mask: bool = False
     std_ddof: int = 1
     entropy_coef: float = 0.0
+    entropy_target: float | None = None
     overlong_buffer: float = 0.0
     overlong_measure: Measure = "sequence"
     overlong_length: int | None = None

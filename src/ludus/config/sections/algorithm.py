@@ -81,6 +81,9 @@ class AlgorithmConfig(AlgorithmParts):
     """Divisor n - std_ddof of the standard deviation of a group; if unset, the preset decides."""
     entropy_coef: float | None = Field(None, ge=0)
     """Coefficient of the entropy bonus, 0 for no bonus; if unset, the preset decides."""
+    entropy_target: float | None = Field(None, gt=0)
+    """Entropy at which the bonus ends, nats per token: a step with sampled entropy H has the coefficient entropy_coef
+    times max(0, 1 - H / entropy_target); if unset, the coefficient is constant."""
     overlong_buffer: float | None = Field(None, ge=0, le=1)
     """Soft overlong punishment: the reward decreases by up to 1 over this last fraction of the longest episode, and by
     1 if a token limit truncated the episode; 0 for no punishment. If unset, the preset decides."""

@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from statistics import fmean
 from typing import Protocol, TypeVar
 
 import torch
@@ -23,6 +24,7 @@ from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.corrections import MismatchByLength, mismatch, mismatch_by_length
 from ludus.algorithms.filters import entropy_bound
 from ludus.algorithms.kl import FULL_KL_NAMES, KLController
+from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.errors import SyncError
 from ludus.rollouts.ledger import Ledger, RolloutOutcome
 from ludus.training.batches.rows import Row, pad_table, row_of_trajectory, scored_mask
@@ -160,6 +162,9 @@ class TrainStep:
     def _prepare(self, step: int, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         if self.kl_control.is_active:
             self.learner.algorithm = replace(self.learner.algorithm, kl_coef=self.kl_coef(step))
+        if (target := self.learner.algorithm.entropy_target) is not None:
+            coef = algorithm_of(self.session.config).entropy_coef * max(0.0, 1 - sampled_entropy(samples) / target)
+            self.learner.algorithm = replace(self.learner.algorithm, entropy_coef=coef)
         if self.learner.algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
             self._set_entropy_filter(samples)
         if self.max_token_age is not None:
@@ -189,7 +194,16 @@ class TrainStep:
         if self.learner.algorithm.correction_spec.has(Need.REJECTION):
             metrics["is/mask_frac"] = rejected_share(samples)
         metrics |= age_metrics(samples, step)
+        if self.learner.algorithm.entropy_target is not None:
+            metrics["entropy/coef"] = self.learner.algorithm.entropy_coef
         return metrics | ({"kl/coef": self.kl_coef(step)} if self.kl_control.is_active else {})
+
+
+def sampled_entropy(samples: Sequence[TrainingSample]) -> float:
+    """Return the mean of `-logprob` over the sampled tokens of finished episodes, nats; 0 without any."""
+    trajectories = [one.episode.trajectory for one in samples if not one.expert and not one.replayed]
+    values = [value for own in trajectories for segment in own.segments for value in segment.logprobs]
+    return -fmean(values) if values else 0.0
 
 
 def filter_and_estimate(

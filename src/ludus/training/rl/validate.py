@@ -71,6 +71,11 @@ def check_settings(config: Config, world: World) -> None:
     algorithm = algorithm_of(config)
     check_roles(algorithm, world)
     kl_controller(config, algorithm.kl_coef)
+    if algorithm.entropy_target is not None and algorithm.entropy_coef == 0:
+        raise ConfigError(
+            "algorithm.entropy_target has no effect: the coefficient of the entropy bonus is 0.",
+            "Set algorithm.entropy_coef, such as 0.3.",
+        )
     check_teacher(config, algorithm)
     check_critic(config, algorithm)
     check_experts(config, algorithm, world)
