@@ -1,6 +1,7 @@
 """Checkpoints written and loaded, and error messages for broken ones."""
 
 import json
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -218,3 +219,9 @@ def test_merging_adapters_lost_to_bfloat16_rounding_raises_error(checkpoint, tmp
                 load_model(str(folder), "bfloat16", "cpu")
         else:
             load_model(str(folder), "bfloat16", "cpu")
+
+
+def test_models_are_loaded_in_several_threads(checkpoint):
+    with ThreadPoolExecutor(4) as pool:
+        loaded = [pool.submit(load_model, str(checkpoint)) for _ in range(8)]
+        assert len({fingerprint_module(one.result()) for one in loaded}) == 1

@@ -8,6 +8,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from pathlib import Path
 from pickle import UnpicklingError
+from threading import Lock
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -92,6 +93,10 @@ def resolve_model(path: str) -> str:
     return str(smollm2.materialise_smollm2(smollm2.default_cache()))
 
 
+_LOAD_LOCK = Lock()
+"""Held while transformers loads a model: it replaces functions of torch meanwhile, which other threads would call."""
+
+
 def hide_progress() -> None:
     """Disable the progress bars of transformers."""
     from transformers.utils import logging
@@ -110,7 +115,7 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
         return _load_adapted(Path(path), dtype, device)
     config = _load_config(path)
     _check_causal(path, config)
-    with _loading(f"The model {path}", "Check its weight files."):
+    with _LOAD_LOCK, _loading(f"The model {path}", "Check its weight files."):
         model, info = AutoModelForCausalLM.from_pretrained(
             path,
             config=config,
