@@ -34,7 +34,7 @@ PORT = 8197
 URL = f"http://127.0.0.1:{PORT}"
 START_S = 900
 SOURCE = Path(__file__).parents[2] / "src"
-PROOF = re.compile(r"(\d+) tensors proved")
+PROOF = re.compile(r"(\d+) tensors verified")
 MODES = ("raw_logprobs", "processed_logprobs")
 
 
