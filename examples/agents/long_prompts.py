@@ -171,7 +171,7 @@ def cold_start(agent, script, folder: Path, seed: int, num_tasks: int = 300) -> 
     short = [*map(_shortened, found), *_repetitions(len(found), rng)]
     phases = {
         "short": (short, 500, 3e-3),
-        "tails": ([_shortened(one, rng.randrange(1500)) for one in found * 3], 120, 2e-3),
+        "tails": ([_shortened(one, rng.randrange(1500)) for one in found * 4], 500, 2e-3),
     }
     for name, (dialogues, steps, learning_rate) in phases.items():
         data = folder / f"{name}.jsonl"
@@ -217,7 +217,7 @@ def train(agent, script):
         TASKS,
         reward,
         model=str(model),
-        training={"steps": args.steps, "prompts_per_step": 6, "learning_rate": 5e-4, "microbatch_tokens": 16384},
+        training={"steps": args.steps, "prompts_per_step": 8, "learning_rate": 2e-4, "microbatch_tokens": 16384},
         algorithm={"group_size": 8},
         rollout=LIMITS,
         evaluation={
