@@ -83,6 +83,8 @@ def test_dialogues_that_do_not_fit_are_counted_in_each_batch(lengths):
     (long, _) = sft_warnings(one)
     assert "they are left out" in long
     assert "an episode that solves its task like them is cut off" in " ".join(rollout_warnings(one))
+    rewritten = session(max_seq_len=middle, max_tokens_per_turn=8, **{"context.max_tokens": middle - 8})
+    assert "cut off" not in " ".join(rollout_warnings(rewritten))
 
 
 def test_prompts_without_room_for_an_answer_are_refused_before_anything_is_written(tmp_path):

@@ -143,6 +143,8 @@ def _tools(world: World, task: Task) -> Sequence[Tool] | None:
 def rollout_warnings(session: TrainingSession) -> list[str]:
     """Return warnings about prompts and demonstrations that exceed the limits. Raises as `check_prompts`."""
     found = check_prompts(session)
+    if session.config.rollout.context.max_tokens:
+        return found  # dialogues above the budget are rewritten, not cut off
     effect = "an episode that solves its task like them is cut off"
     lengths = [dialogue_length(session.renderer, dialogue) for dialogue in _demonstrations(session)]
     return found + dialogue_warnings(lengths, session.config.rollout, effect)
