@@ -80,6 +80,7 @@ def test_every_setting_reaches_the_algorithm():
         "overlong_mask": True,
         "std_ddof": 0,
         "entropy_coef": 0.01,
+        "entropy_target": 0.2,
         "overlong_buffer": 0.3,
         "overlong_measure": "action_tokens",
         "overlong_length": 99,

@@ -47,8 +47,9 @@ SAMPLING = {
     "overlong_measure": ("test_credit.py", "test_soft_overlong_penalty_reduces_rewards_near_the_limit"),
     "minibatches": ("test_inactive.py", "test_presets_with_ratio_losses_use_several_updates_or_warn"),
     "overlong_length": ("test_credit.py", "test_overlong_limit_is_configured_or_derived_from_token_limits"),
+    "entropy_target": ("test_entropy_target.py", "test_the_coefficient_is_proportional_to_the_gap_below_the_target"),
 }
-"""Fields that act before the gradient: on what is sampled, kept or rewarded; the test of each."""
+"""Fields that act before the gradient: on what is sampled, kept, rewarded or weighted; the test of each."""
 TEXT = ("name", "summary", "source")
 IN_GRADIENT = (
     *("advantage", "loss", "aggregation", "clip_low", "clip_high", "dual_clip", "kl", "kl_coef", "kl_placement"),

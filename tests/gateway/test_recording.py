@@ -125,12 +125,12 @@ def test_session_without_feedback_is_marked_and_rewards_of_replies_are_added(tmp
 
 def test_idle_session_ends_and_a_request_renews_it(tmp_path):
     async def serve() -> None:
-        async with recording(tmp_path, "a", "b", idle_s=0.5) as (_, client):
+        async with recording(tmp_path, "a", "b", idle_s=3) as (_, client):
             idle, active = await opened(client), await opened(client)
             await asyncio.gather(ask(idle, "1"), ask(active, "2"))
             while not stored(tmp_path):
                 assert await post(active, "reward", reward=1) == 200
-                await asyncio.sleep(0.05)
+                await asyncio.sleep(0.2)
             assert await post(idle, "reward", reward=1) == 409
             assert await post(active, "done") == 200
 
