@@ -36,7 +36,7 @@ from ludus.rollouts.agent_runs import AgentResult, TaskOffer, trajectory_of
 from ludus.rollouts.agent_session import AgentSession
 from ludus.rollouts.episode import ChatSession
 from ludus.rollouts.ledger import RolloutOutcome
-from ludus.rollouts.rollout_files import NO_REWARD, RolloutRecord, append_rollout, rollouts_path
+from ludus.rollouts.rollout_files import NO_REWARD, SESSION_PREFIX, RolloutRecord, append_rollout, rollouts_path
 from ludus.types import Failure, StopReason, Task, Trajectory
 
 log = logging.getLogger(__name__)
@@ -74,7 +74,7 @@ class SessionRecorder(SessionServer):
         self._writing = asyncio.Lock()
         files = folder.glob("rollouts/step-*.jsonl.gz")
         first = max((int(file.name.split("-")[1].split(".")[0]) for file in files), default=0) + 1
-        self._names = (f"session-{first:06d}-{number:06d}" for number in count(1))
+        self._names = (f"{SESSION_PREFIX}{first:06d}-{number:06d}" for number in count(1))
         self._places = ((step, place) for step in count(first) for place in range(_PER_FILE))
 
     def app(self) -> Starlette:

@@ -60,6 +60,8 @@ _OMITTED = ("policy", "")
 
 NO_REWARD = "no reward"
 """Reason of a recorded session without feedback: its reward of 0 has no meaning."""
+SESSION_PREFIX = "session-"
+"""Beginning of the name of a recorded session, which is the task of a session that names none."""
 
 
 @dataclass(frozen=True, slots=True)

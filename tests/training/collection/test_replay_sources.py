@@ -15,6 +15,7 @@ from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path, write_rollouts
 from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.replay_buffer import TO_REPLAY
+from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.rl.train_step import effective_share
 from ludus.training.rl.validate import check_replay
 from tests.training.collection.test_replay import ALGORITHM, buffer, counts, draw, group
@@ -158,3 +159,54 @@ def test_group_with_low_effective_sample_size_is_evicted_and_counted():
     replay.evict_low_ess(1, ALGORITHM, share, 0.9)
     assert replay.metrics([])["replay/refused"] == 1
     assert draw(replay, 1) == []
+
+
+def sessions(run, file):
+    """Write the rollouts of the first step of a run as recorded sessions without a task; return their rewards."""
+    found = list(read_rollouts(rollouts_path(run, 1)))
+    names = [f"session-000001-{i:06d}" for i in range(len(found))]
+    write_rollouts(file, [replace(r, group=name) for name, r in zip(names, found, strict=True)])
+    return [r.trajectory.reward for r in found]
+
+
+def test_single_sessions_are_loaded_unless_the_advantage_needs_a_group(tiny_run, tmp_path):
+    rewards = sessions(tiny_run, tmp_path / "sessions.jsonl.gz")
+    replay = buffer(sources=[str(tmp_path / "sessions.jsonl.gz")])
+    with pytest.raises(ConfigError, match="groups of two or more, of tasks in this world's train split, with"):
+        replay.load_sources({}, 1000, lambda _: 1.0, 0.1)
+    replay.load_sources({}, 1000, lambda _: 1.0, 0.1, min_group=1)
+    assert replay.session_rewards() == rewards
+    again = buffer()
+    again.restore(replay.to_text(), {})
+    assert again.session_rewards() == rewards
+    write_rollouts(tmp_path / "held-out.jsonl.gz", [c.record for c in group(1, 0)])
+    other = buffer(sources=[str(tmp_path / "held-out.jsonl.gz")])
+    with pytest.raises(ConfigError, match="split or sessions without a task"):
+        other.load_sources({}, 1000, lambda _: 1.0, 0.1, min_group=1)
+
+
+@pytest.mark.slow
+def test_sessions_are_compared_with_their_mean_reward_by_rae(tiny_run, tmp_path, monkeypatch):
+    rewards = sessions(tiny_run, tmp_path / "sessions.jsonl.gz")
+    replayed, before = [], RolloutCollector.replay_samples
+
+    def noted(collector, samples):
+        replayed.extend(found := before(collector, samples))
+        return found
+
+    monkeypatch.setattr(RolloutCollector, "replay_samples", noted)
+    settings = GIVEN | {"training__steps": 2, "algorithm__filter_zero_variance": "false", "algorithm__preset": "rae"}
+    sources = f'["{tmp_path / "sessions.jsonl.gz"}"]'
+    run(tiny_run, tmp_path / "a", "async", staleness__replay__sources=sources, **settings)
+    mean = math.fsum(rewards) / len(rewards)
+    assert len(replayed) == 6
+    expected = []
+    for step in (rewards[:3], rewards[3:6]):
+        average = mean
+        for reward in step:
+            expected.append(average)
+            average = 0.95 * average + 0.05 * reward
+    assert [sample.baselines[0] for sample in replayed] == pytest.approx(expected)
+    gained = [reward - baseline for reward, baseline in zip(rewards, expected, strict=False)]
+    assert [sample.advantage for sample in replayed] == pytest.approx(gained)
+    assert len({sample.episode.task.id for sample in replayed}) == 6

@@ -21,11 +21,12 @@ from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.config.schema import Config
 from ludus.config.sections.training import ReplayConfig
 from ludus.errors import ConfigError
-from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
-from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
+from ludus.rollouts.ledger import RolloutOutcome
+from ludus.rollouts.rollout_files import SESSION_PREFIX, RolloutRecord, read_rollouts
 from ludus.rollouts.scheduler import Episode
 from ludus.training.collection.prompt_stream import episode_line, read_episode, reading
 from ludus.training.credit.advantages import TrainingSample, assign_credit
+from ludus.training.credit.roles import ROLE, SESSION
 from ludus.types import Task
 
 TO_REPLAY: Final = "to_replay"
@@ -106,15 +107,25 @@ class ReplayBuffer:
         self._store([_StoredGroup(episodes, source=source) for episodes in groups])
 
     def load_sources(
-        self, tasks: Mapping[str, Task], vocab_size: int, share: Callable[[Sequence[Episode]], float], least: float
+        self,
+        tasks: Mapping[str, Task],
+        vocab_size: int,
+        share: Callable[[Sequence[Episode]], float],
+        least: float,
+        min_group: int = 2,
     ) -> None:
-        """Add the groups of the `sources`. Raises UserError for one without usable rollouts or a low `share`."""
+        """Add the groups of the `sources` with `min_group` rollouts or more; with 1, also sessions without a task.
+
+        Raises ConfigError for a source without usable rollouts or with a low `share`.
+        """
         for source in self.config.sources:
-            groups = _read_groups(source, tasks, vocab_size)
+            groups = _read_groups(source, tasks, vocab_size, min_group)
             if not groups:
+                size = "" if min_group == 1 else "groups of two or more, "
+                sessions = " or sessions without a task" if min_group == 1 else ""
                 raise ConfigError(
-                    f"{source} has no usable rollouts. Needed: groups of two or more, of tasks in "
-                    "this world's train split, with log-probabilities, in this model's vocabulary.",
+                    f"{source} has no usable rollouts. Needed: {size}of tasks in this world's train split{sessions}, "
+                    "with log-probabilities, in this model's vocabulary.",
                     "Remove it from staleness.replay.sources.",
                 )
             ess = share([one for group in groups[:: -(-len(groups) // _CHECKED)] for one in group])
@@ -125,6 +136,11 @@ class ReplayBuffer:
                     "Remove it from staleness.replay.sources, or start from weights closer to it.",
                 )
             self.add_source(source, groups)
+
+    def session_rewards(self) -> list[float]:
+        """Return the rewards of the sessions without a task."""
+        episodes = [stored.episodes[0] for stored in self._stored]
+        return [one.trajectory.reward for one in episodes if one.task.tags.get(ROLE) == SESSION]
 
     def evict_low_ess(
         self, step: int, algorithm: Algorithm, share: Callable[[Sequence[Episode]], float], least: float
@@ -175,7 +191,7 @@ class ReplayBuffer:
         with reading("replay buffer"):
             lines = iter([json.loads(line) for line in text.splitlines()])
             for head in lines:
-                task = tasks[head["task"]]
+                task = tasks.get(head["task"]) or _session_task(head["task"])
                 episodes = [read_episode(next(lines), task, greedy) for greedy in head["greedy"]]
                 groups.append(_StoredGroup(episodes, int(head["replayed"]), str(head["source"])))
         self._stored = groups
@@ -245,15 +261,23 @@ def _rollout_files(source: str) -> list[Path]:
     return files
 
 
-def _read_groups(source: str, tasks: Mapping[str, Task], vocab_size: int) -> list[list[Episode]]:
+def _read_groups(source: str, tasks: Mapping[str, Task], vocab_size: int, min_group: int) -> list[list[Episode]]:
     groups: dict[tuple[Path, int, str], list[Episode]] = {}
     for path in _rollout_files(source):
         for record in read_rollouts(path):
-            if record.group in tasks and _is_trainable(record, vocab_size):
-                key = RolloutKey(record.step, record.group, record.trajectory.sample, record.attempt)
+            is_session = min_group == 1 and record.group.startswith(SESSION_PREFIX)
+            if (record.group in tasks or is_session) and _is_trainable(record, vocab_size):
+                task = tasks.get(record.group) or _session_task(record.group)
                 group = groups.setdefault((path, record.step, record.group), [])
-                group.append(Episode(key, tasks[record.group], record.trajectory))
-    return [group for group in groups.values() if len(group) > 1]
+                group.append(Episode(record.key, task, record.trajectory))
+    return [group for group in groups.values() if len(group) >= min_group]
+
+
+def _session_task(name: str) -> Task:
+    """Return the task of a recorded session that names none. Raises KeyError if it is not one."""
+    if not name.startswith(SESSION_PREFIX):
+        raise KeyError(name)
+    return Task(name, (), None, tags={ROLE: SESSION})
 
 
 def _is_trainable(record: RolloutRecord, vocab_size: int) -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import chain
+from statistics import fmean
 from typing import Protocol
 
 from ludus.algorithms.algorithm import Algorithm, Need
@@ -302,6 +303,13 @@ class RolloutCollector:
             samples, averages = with_role_baselines(samples, self.session.world.name, self.algorithm_state.averages)
             self.algorithm_state = replace(self.algorithm_state, averages=averages)
         return filter_batch(samples, self.algorithm, self.overlong_limit)
+
+    def set_role_average(self, role: str, rewards: Sequence[float]) -> None:
+        """Set the running average of a role (`rae`) to the mean of some rewards, if there are any."""
+        if rewards and self.algorithm.advantage_spec.has(Need.ROLE_BASELINES):
+            averages = self.algorithm_state.averages
+            means = {**averages.means, (self.session.world.name, role): fmean(rewards)}
+            self.algorithm_state = replace(self.algorithm_state, averages=replace(averages, means=means))
 
     def replay_samples(self, samples: list[TrainingSample]) -> list[TrainingSample]:
         """Return replayed samples as a separate batch, without updating any state."""

@@ -13,6 +13,8 @@ from ludus.rollouts.scheduler import Episode
 from ludus.types import POLICY, WORLD_TAG, Task
 
 ROLE, PROPOSAL, PROPOSER = "role", "proposal", "proposer"
+SESSION = "session"
+"""Role of the policy in a recorded session without a task."""
 
 
 def role_of(task: Task) -> str:

@@ -16,6 +16,7 @@ from functools import partial
 
 import torch
 
+from ludus.algorithms.algorithm import Need
 from ludus.diagnostics.timings import StepTimings
 from ludus.engines.base import RemoteStats, RollingUpdate, SupportsRollingUpdate, Throttleable, drain_stats
 from ludus.rollouts.group_queue import GroupBatch, GroupQueue
@@ -26,6 +27,7 @@ from ludus.training.collection.filters import staleness_metrics
 from ludus.training.collection.prompt_stream import STREAM_FILE, PromptStream, StreamState
 from ludus.training.collection.replay_buffer import REPLAY_FILE, ReplayBuffer
 from ludus.training.credit.advantages import TrainingSample
+from ludus.training.credit.roles import SESSION
 from ludus.training.rl.sync_trainer import SyncTrainer, task_order
 from ludus.training.rl.train_step import LearnerThread, cancel_and_wait, effective_share
 from ludus.training.run.checkpoint import checkpoint_path, load_text
@@ -88,7 +90,9 @@ class AsyncTrainer:
             replay.restore(text, tasks_by_id)
         elif staleness.replay.share:
             share, vocab_size = async_trainer._effective_share, len(trainer.session.tokenizer)
-            replay.load_sources(tasks_by_id, vocab_size, share, staleness.min_ess)
+            min_group = 2 if collector.algorithm.advantage_spec.has(Need.GROUP) else 1
+            replay.load_sources(tasks_by_id, vocab_size, share, staleness.min_ess, min_group)
+            collector.set_role_average(SESSION, replay.session_rewards())
         return async_trainer
 
     async def run(self, done: int, before: StreamState) -> None:
