@@ -154,8 +154,8 @@ def _message(given: dict) -> dict:
 def cold_start(agent, script, folder: Path, seed: int, num_tasks: int = 300) -> Path:
     """Train a tokenizer and a small model on demonstrations, in a folder, and return the checkpoint's.
 
-    The model learns to copy names and the task without the system message first, and then behind ends of it, which
-    fill its window.
+    The model learns to copy names and the task without instructions first, and then behind ends of them, which fill
+    its window.
     """
     found = demonstrations(agent, script, TASKS["train"][:num_tasks], seed)
     messages = [message for one in found for message in one["messages"]]
@@ -189,11 +189,12 @@ def cold_start(agent, script, folder: Path, seed: int, num_tasks: int = 300) -> 
 
 
 def _shortened(dialogue: dict, num_chars: int = 0) -> dict:
-    """Return a dialogue with the end of its system message and the first paragraph of the user's first message."""
+    """Return a dialogue with the last paragraph of the user's first message, and the ends of the texts before it."""
     system = [one for one in dialogue["messages"] if one["role"] == "system" and num_chars]
-    task, *rest = (one for one in dialogue["messages"] if one["role"] != "system")
+    first, *rest = (one for one in dialogue["messages"] if one["role"] != "system")
     kept = [{**one, "content": one["content"][-num_chars:]} for one in system]
-    return {**dialogue, "messages": [*kept, {**task, "content": task["content"].partition("\n\n")[0]}, *rest]}
+    task = len(first["content"].rpartition("\n\n")[2])
+    return {**dialogue, "messages": [*kept, {**first, "content": first["content"][-task - num_chars :]}, *rest]}
 
 
 def _repetitions(num: int, rng: random.Random) -> Iterator[dict]:

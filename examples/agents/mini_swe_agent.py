@@ -21,9 +21,16 @@ TASKS = {
 }
 
 
+TASK = "Please solve this issue: {{task}}\n\n"
+
+
 @cache
 def config() -> dict:
-    return yaml.safe_load((resources.files("minisweagent") / "config" / "mini.yaml").read_text())
+    """Return the configuration `mini.yaml` with the task behind its instructions, within the window of the model."""
+    found = yaml.safe_load((resources.files("minisweagent") / "config" / "mini.yaml").read_text())
+    text = found["agent"]["instance_template"].removeprefix(TASK)
+    found["agent"]["instance_template"] = f"{text.rstrip()}\n\n{TASK.rstrip()}"
+    return found
 
 
 class PolicyModel(LitellmModel):

@@ -52,20 +52,15 @@ def test_pretrained_model_settings_apply_to_recipes_but_not_scratch_checkpoints(
         config = load_config(recipe.name, model_settings("some/model", recipe.name))
         assert config.sft.learning_rate == 1e-4
         assert config.model.path == "some/model"
-    origins = {"scratch": "from_scratch = true", "shipped": "", "given": 'path = "some/model"', "later": ""}
-    origins["later"] = f'path = "{tmp_path}/scratch/checkpoints/step-000001"'
-    origins["grown"] = f'path = "{tmp_path}/given/checkpoints/step-000001"'
-    for name, words in origins.items():
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "config.toml").write_text(f"[model]\n{words}\n")
-    pretrained = {
-        name
-        for name in origins
-        if "--sft.steps" in model_settings(f"{tmp_path}/{name}/checkpoints/step-000001", "search")
-    }
-    assert pretrained == {"given", "grown"}
     shipped = recipe_folder("search") / "cold_start"
-    assert "--sft.steps" not in model_settings(str(shipped), "search")
+    template = (shipped / "chat_template.jinja").read_text("utf-8")
+    (tmp_path / "copied").mkdir()
+    (tmp_path / "copied" / "chat_template.jinja").write_text(template)
+    (tmp_path / "given").mkdir()
+    (tmp_path / "given" / "chat_template.jinja").write_text(template.replace("assistant", "model"))
+    folders = {"shipped": shipped, "copied": tmp_path / "copied", "given": tmp_path / "given"}
+    pretrained = {name for name, path in folders.items() if "--sft.steps" in model_settings(str(path), "search")}
+    assert pretrained == {"given"}
     assert model_settings("some/model", "own.toml") == model_settings("some/model")
     for command in ("train", "sft", "eval"):
         assert "folder './nowhere' does not exist" in refused(command, "guess", "--model", "./nowhere")

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from pathlib import Path
 
+from ludus.chat.tokenizer import chat_template
 from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.settings import find
@@ -78,20 +79,9 @@ def model_settings(model: str | None, recipe: str | None = None) -> list[str]:
 
 
 def _is_own_checkpoint(model: Path) -> bool:
-    """Return whether a model was trained from scratch: a cold start of the package, or a checkpoint of a run that
-    started from one or from scratch."""
-    seen: set[Path] = set()
-    path: Path | None = model
-    while path is not None and path not in seen:
-        seen.add(path)
-        if any(recipe.folder in path.resolve().parents for recipe in list_recipes()):
-            return True
-        run = path.parent.parent / "config.toml"
-        if path.parent.name != "checkpoints" or not run.is_file():
-            return False
-        initial = load_config(run).model.path
-        path = None if initial is None else Path(initial)
-    return True
+    """Return whether a checkpoint has the package's chat template, which models trained from scratch have."""
+    template = model / "chat_template.jinja"
+    return template.is_file() and template.read_text("utf-8") == chat_template()
 
 
 def recipe_config(recipe: str | None, shortcuts: Sequence[str], overrides: Sequence[str]) -> Config:
