@@ -24,7 +24,7 @@ TOLERANCE = 1e-4
 RANK, SCALING = 8, 2.0
 PROMPT = tuple(range(5, 45))
 LONG = 300
-UNDER_WAY = "ludus_choices_under_way|vllm:num_requests_running"
+UNDER_WAY = "ludus_choices_in_flight|vllm:num_requests_running"
 
 
 @dataclass

@@ -151,13 +151,13 @@ def _message(given: dict) -> dict:
     return {"content": "", **kept}
 
 
-def cold_start(agent, script, folder: Path, seed: int, num_tasks: int = 300) -> Path:
+def cold_start(agent, script, tasks, folder: Path, seed: int) -> Path:
     """Train a tokenizer and a small model on demonstrations, in a folder, and return the checkpoint's.
 
     The model learns to copy names and the task without instructions first, and then behind ends of them, which fill
     its window.
     """
-    found = demonstrations(agent, script, TASKS["train"][:num_tasks], seed)
+    found = demonstrations(agent, script, tasks, seed)
     messages = [message for one in found for message in one["messages"]]
     texts = ((message["content"], json.dumps(message.get("tool_calls", ""))) for message in messages)
     tokenizer = train_tokenizer(chain.from_iterable(texts), INIT.vocab_size)
@@ -168,7 +168,7 @@ def cold_start(agent, script, folder: Path, seed: int, num_tasks: int = 300) -> 
         part.save_pretrained(checkpoint)
     print(f"{len(found)} demonstrations, {model.num_parameters():,} parameters")
     rng = random.Random(seed)
-    short = [*map(_shortened, found), *_repetitions(len(found), rng)]
+    short = [*map(_shortened, found), *_repetitions(found, rng)]
     phases = {
         "short": (short, 500, 3e-3),
         "tails": ([_shortened(one, rng.randrange(1500)) for one in found * 4], 500, 2e-3),
@@ -197,14 +197,15 @@ def _shortened(dialogue: dict, num_chars: int = 0) -> dict:
     return {**dialogue, "messages": [*kept, {**first, "content": first["content"][-task - num_chars :]}, *rest]}
 
 
-def _repetitions(num: int, rng: random.Random) -> Iterator[dict]:
-    """Yield dialogues that repeat random names, from which a small model learns to copy."""
-    for _ in range(num):
-        names = " ".join(rng.sample(NAMES, 10))
-        yield {"messages": [{"role": role, "content": names} for role in ("user", "assistant")]}
+def _repetitions(dialogues: list[dict], rng: random.Random) -> Iterator[dict]:
+    """Yield as many dialogues that repeat random words of the tasks, from which a small model learns to copy."""
+    words = sorted({word for one in dialogues for word in _shortened(one)["messages"][0]["content"].split()})
+    for _ in dialogues:
+        text = " ".join(rng.sample(words, 10))
+        yield {"messages": [{"role": role, "content": text} for role in ("user", "assistant")]}
 
 
-def train(agent, script):
+def train(agent, script, tasks=TASKS, reward=reward):
     """Train an agent with the settings of the command line, and print its held-out success before and after."""
     parser = argparse.ArgumentParser(description=agent.__doc__)
     parser.add_argument("--steps", type=int, default=8)
@@ -212,10 +213,10 @@ def train(agent, script):
     parser.add_argument("--dir", type=Path, default=Path("runs/long-prompt"))
     parser.add_argument("--model", help="a cold start, instead of training one")
     args = parser.parse_args()
-    model = args.model or cold_start(agent, script, args.dir, args.seed)
+    model = args.model or cold_start(agent, script, tasks["train"][:300], args.dir, args.seed)
     run = ludus.train(
         agent,
-        TASKS,
+        tasks,
         reward,
         model=str(model),
         training={"steps": args.steps, "prompts_per_step": 8, "learning_rate": 2e-4, "microbatch_tokens": 16384},

@@ -1,10 +1,11 @@
-"""An agent of `mini-swe-agent`, with its commands in the sandbox: python examples/agents/mini_swe_agent.py"""
+"""`mini-swe-agent` on tasks of the terminal world, in the sandbox: python examples/agents/mini_swe_agent.py"""
 
 import asyncio
 import json
 from functools import cache
 from importlib import resources
 
+import litellm
 import yaml
 from long_prompts import train
 from minisweagent.agents.default import DefaultAgent
@@ -12,15 +13,23 @@ from minisweagent.environments.local import LocalEnvironment
 from minisweagent.models.litellm_model import LitellmModel
 
 from ludus.sandbox import open_sandbox
+from ludus.worlds.terminal.checks import SessionState
+from ludus.worlds.terminal.task import TerminalTask
+from ludus.worlds.terminal.world import TerminalSettings, TerminalWorld
 
+litellm.suppress_debug_info = True
 SYSTEM = {"system": "Linux", "release": "", "version": "", "machine": ""}
+KINDS = ("text/replace", "text/blank", "text/lines", "text/number", "text/reverse", "text/tabs", "text/line_ends")
+KINDS += ("files/empty", "files/temporary", "archives/pack", "archives/unpack", "archives/one")
+"""Tasks of one command. All splits have all kinds, with other names of files."""
+SETTINGS = TerminalSettings(
+    levels=(1,), topics=("text", "files", "archives"), per_shape=40, num_held_out=600, unseen="names"
+)
+WORLD = TerminalWorld(SETTINGS)
 TASKS = {
-    "sum": "write the sum of the numbers in the files {} and {} to the file answer.",
-    "larger": "write the larger one of the numbers in the files {} and {} to the file answer.",
-    "smaller": "write the smaller one of the numbers in the files {} and {} to the file answer.",
+    split: [{"id": task.id} for task in WORLD.tasks(split) if task.tags["kind"] in KINDS]
+    for split in ("train", "validation", "test")
 }
-
-
 TASK = "Please solve this issue: {{task}}\n\n"
 
 
@@ -57,41 +66,39 @@ class SandboxEnvironment(LocalEnvironment):
     def get_template_vars(self, **kwargs) -> dict:
         return {**self.config.model_dump(), **SYSTEM, **kwargs}
 
-    def close(self) -> str:
-        """End the session and return the text of the file `answer`."""
-        files = self._runner.run(self._session.snapshot()).files
+    def close(self, task: TerminalTask) -> bool:
+        """End the session and return whether all checks of the task hold for its files."""
+        found = self._runner.run(self._session.snapshot())
         self._runner.run(self._session.close())
+        checks = self._runner.run(task.grade(SessionState(found.files, found.executable), self._sandbox))
         self._runner.run(self._sandbox.close())
         self._runner.close()
-        return files.get("answer", b"").decode(errors="replace")
+        return all(checks.values())
 
 
 def agent(task, base_url, api_key):
+    shell_task = WORLD.shell_tasks[task["id"]]
     options = {name: text for name, text in config()["model"].items() if name.endswith("template")}
     options |= {"model_kwargs": {"api_base": base_url, "api_key": api_key}, "cost_tracking": "ignore_errors"}
     model = PolicyModel(model_name="openai/policy", **options)
-    environment = SandboxEnvironment({name: f"{number}\n".encode() for name, number in task["numbers"].items()})
+    environment = SandboxEnvironment(dict(shell_task.start.files))
     templates = {name: config()["agent"][name] for name in ("system_template", "instance_template")}
     try:
-        DefaultAgent(model, environment, **templates, step_limit=6).run(TASKS[task["word"]].format(*task["numbers"]))
+        DefaultAgent(model, environment, **templates, step_limit=6).run(shell_task.text)
     finally:
-        answer = environment.close()
-    return answer
+        solved = environment.close(shell_task)
+    return "solved" if solved else ""
+
+
+def reward(task: dict, answer: object) -> float:
+    return float(answer == "solved")
 
 
 def script(task: dict, flawed: bool) -> list[dict]:
-    """Return the replies of a demonstration."""
-    first, second = task["numbers"]
-    result = {
-        "sum": f"echo $(( $(cat {first}) + $(cat {second}) ))",
-        "larger": f"sort -n {first} {second} | tail -n 1",
-        "smaller": f"sort -n {first} {second} | head -n 1",
-    }[task["word"]]
-    steps = [
-        ("Both numbers.", f"cat {first} {second}"),
-        ("Write.", f"{f'cat {first}' if flawed else result} > answer"),
-        ("Done.", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"),
-    ]
+    """Return the replies of a demonstration; a flawed one only looks."""
+    commands = [] if flawed else WORLD.shell_tasks[task["id"]].steps
+    steps = [("Look.", "ls"), *(("Do it.", command) for command in commands)]
+    steps.append(("Done.", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"))
     return [{"content": text, "tool_calls": [_call(i, command)]} for i, (text, command) in enumerate(steps)]
 
 
@@ -101,4 +108,4 @@ def _call(number: int, command: str) -> dict:
 
 
 if __name__ == "__main__":
-    train(agent, script)
+    train(agent, script, TASKS, reward)

@@ -397,7 +397,7 @@ def head(length, path="/v1/completions"):
 
 def wait_until_idle(client):
     deadline = time.monotonic() + 60
-    while counts(client)["choices_under_way"]:
+    while counts(client)["choices_in_flight"]:
         assert time.monotonic() < deadline, "a request goes on that nobody waits for"
         time.sleep(0.02)
 
@@ -429,7 +429,7 @@ def test_client_disconnect_cancels_its_request(server, stream):
     body = json.dumps(body | {"request_id": f"gone{stream}"}).encode()
     with socket.create_connection(("127.0.0.1", int(server.served.port))) as line:
         line.sendall(head(len(body)) + body)
-        while counts(server)["choices_under_way"] < 8:
+        while counts(server)["choices_in_flight"] < 8:
             time.sleep(0.01)
     wait_until_idle(server)
     assert counts(server)["decode_tokens_total"] < 8 * 700
@@ -469,7 +469,7 @@ def test_abort_ends_one_request_with_its_partial_output(server):
                 asyncio.create_task(client.post("/v1/completions", json=long | {"request_id": name}))
                 for name in ("mine", "yours")
             ]
-            await until_counts(client, lambda now: now["choices_under_way"] == 2)
+            await until_counts(client, lambda now: now["choices_in_flight"] == 2)
             said = (await client.post("/abort_requests", json={"request_ids": ["cmpl-mine"]})).json()
             assert said == {"status": "aborted", "aborted": 1}
             mine = (await tasks[0]).json()["choices"][0]
@@ -553,7 +553,7 @@ def test_requests_over_the_limit_receive_429_and_are_retried(reference):
             await client.post("/pause?mode=keep")
             asked = client.post("/v1/completions", json={"prompt": list(prompt), "n": 2, **long})
             held = asyncio.create_task(asked)
-            while "choices_under_way 2" not in (await client.get("/metrics")).text:
+            while "choices_in_flight 2" not in (await client.get("/metrics")).text:
                 await asyncio.sleep(0.01)
             busy = await client.post("/v1/completions", json={"prompt": list(prompt), **long})
             never = await client.post("/v1/completions", json={"prompt": list(prompt), "n": 3, **long})

@@ -113,8 +113,8 @@ def test_client_that_leaves_a_streamed_message_cancels_it(server):
     body = {"messages": QUESTION, "stream": True, "output_config": form}
     with server.stream("POST", "/v1/messages", json=body) as answer:
         next(answer.iter_lines())
-        assert counts(server)["choices_under_way"] == 1
+        assert counts(server)["choices_in_flight"] == 1
     before = counts(server)["decode_tokens_total"]
-    while counts(server)["choices_under_way"]:
+    while counts(server)["choices_in_flight"]:
         time.sleep(0.01)
     assert counts(server)["decode_tokens_total"] < before + 400
