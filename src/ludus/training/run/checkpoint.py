@@ -72,6 +72,16 @@ def save_shards(
     return {name: unsharded[name] for name in weights}
 
 
+def _sort_metadata(file: Path) -> None:
+    """Sort the metadata of a safetensors file, which has a random order, so that equal shards are equal files."""
+    with file.open("r+b") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        stream.seek(8)
+        stream.write(json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size))
+
+
 def load_shards(folder: Path, part: str, like: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Return the tensors of a part, with the sharding of `like`, whose tensors are overwritten.
 
@@ -194,6 +204,8 @@ def save_checkpoint(
         if is_sharded(model):
             with optimizer.ranks.call_on_ranks("save", trainer / SHARDS):
                 weights = save_shards(trainer / SHARDS, model, optimizer, extra.parts)
+            for file in (trainer / SHARDS).iterdir():
+                _sort_metadata(file)
             save_model(model, tokenizer, temporary, weights)
         else:
             save_model(model, tokenizer, temporary)
