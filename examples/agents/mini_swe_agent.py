@@ -14,22 +14,24 @@ from minisweagent.models.litellm_model import LitellmModel
 
 from ludus.sandbox import open_sandbox
 from ludus.worlds.terminal.checks import SessionState
+from ludus.worlds.terminal.splits import kinds_of, make_task
 from ludus.worlds.terminal.task import TerminalTask
 from ludus.worlds.terminal.world import TerminalSettings, TerminalWorld
 
 litellm.suppress_debug_info = True
 SYSTEM = {"system": "Linux", "release": "", "version": "", "machine": ""}
-KINDS = ("text/replace", "text/blank", "text/lines", "text/number", "text/reverse", "text/tabs", "text/line_ends")
-KINDS += ("files/empty", "files/temporary", "archives/pack", "archives/unpack", "archives/one")
+KINDS = ("text/blank", "text/number", "text/reverse", "text/tabs", "text/line_ends")
+KINDS += ("files/empty", "files/temporary", "archives/pack")
 """Tasks of one command. All splits have all kinds, with other names of files."""
-SETTINGS = TerminalSettings(
-    levels=(1,), topics=("text", "files", "archives"), per_shape=40, num_held_out=600, unseen="names"
-)
-WORLD = TerminalWorld(SETTINGS)
+TOPICS = ("text", "files", "archives")
+WORLD = TerminalWorld(TerminalSettings(levels=(1,), topics=TOPICS, per_shape=40, num_held_out=600, unseen="names"))
+SHOWN = [make_task(kind, number, 0) for kind in kinds_of(TOPICS) if kind.name in KINDS for number in kind.shown[:60]]
+SHELL_TASKS = {**WORLD.shell_tasks, **{task.id: task for task in SHOWN}}
 TASKS = {
     split: [{"id": task.id} for task in WORLD.tasks(split) if task.tags["kind"] in KINDS]
     for split in ("train", "validation", "test")
 }
+TASKS["demonstrations"] = [{"id": task.id} for task in SHOWN]
 TASK = "Please solve this issue: {{task}}\n\n"
 
 
@@ -77,7 +79,7 @@ class SandboxEnvironment(LocalEnvironment):
 
 
 def agent(task, base_url, api_key):
-    shell_task = WORLD.shell_tasks[task["id"]]
+    shell_task = SHELL_TASKS[task["id"]]
     options = {name: text for name, text in config()["model"].items() if name.endswith("template")}
     options |= {"model_kwargs": {"api_base": base_url, "api_key": api_key}, "cost_tracking": "ignore_errors"}
     model = PolicyModel(model_name="openai/policy", **options)
@@ -96,7 +98,7 @@ def reward(task: dict, answer: object) -> float:
 
 def script(task: dict, flawed: bool) -> list[dict]:
     """Return the replies of a demonstration; a flawed one only looks."""
-    commands = [] if flawed else WORLD.shell_tasks[task["id"]].steps
+    commands = [] if flawed else SHELL_TASKS[task["id"]].steps
     steps = [("Look.", "ls"), *(("Do it.", command) for command in commands)]
     steps.append(("Done.", "echo COMPLETE_TASK_AND_SUBMIT_FINAL_OUTPUT"))
     return [{"content": text, "tool_calls": [_call(i, command)]} for i, (text, command) in enumerate(steps)]
@@ -108,4 +110,4 @@ def _call(number: int, command: str) -> dict:
 
 
 if __name__ == "__main__":
-    train(agent, script, TASKS, reward)
+    train(agent, script, TASKS, reward, sft_steps=1500)
