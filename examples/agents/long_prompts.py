@@ -171,7 +171,7 @@ def cold_start(agent, script, tasks, folder: Path, seed: int, steps: int) -> Pat
     short = [*map(_shortened, found), *_repetitions(found, rng)]
     phases = {
         "short": (short, steps, 3e-3),
-        "tails": ([_shortened(one, rng.randrange(1500)) for one in found * 4], steps, 2e-3),
+        "tails": ([_shortened(one, rng.randrange(1500)) for one in found * 4], 500, 2e-3),
     }
     for name, (dialogues, num_steps, learning_rate) in phases.items():
         data = folder / f"{name}.jsonl"
@@ -208,8 +208,7 @@ def _repetitions(dialogues: list[dict], rng: random.Random) -> Iterator[dict]:
 def train(agent, script, tasks=TASKS, reward=reward, sft_steps=500):
     """Train an agent with the settings of the command line, and print its held-out success before and after.
 
-    Each of the two phases of the cold start has `sft_steps`, on `tasks["demonstrations"]` or the first 300 training
-    tasks.
+    The first phase of the cold start has `sft_steps`; its tasks are `tasks["demonstrations"]`, or 300 of training.
     """
     parser = argparse.ArgumentParser(description=agent.__doc__)
     parser.add_argument("--steps", type=int, default=8)

@@ -93,6 +93,8 @@ def test_responses_continue_by_items_and_by_id():
             assert [one["sequence_number"] for one in events] == list(range(len(events)))
             whole = events[-1]["response"]
             assert [one["type"] for one in whole["output"]] == ["reasoning", "message"]
+            parts = [one["part"]["type"] for one in events if one["type"] == "response.content_part.added"]
+            assert parts == ["reasoning_text", "output_text"]
             body = {"input": "b", "instructions": "i", "tools": tools, "previous_response_id": whole["id"]}
             last = (await client.post("/responses", json=body)).json()
             assert last["output"][0]["content"][0]["text"] == "bye"
@@ -101,6 +103,40 @@ def test_responses_continue_by_items_and_by_id():
             return [segment.kind for segment in session.segments()]
 
     assert run(dialogue()) == ["prompt", "action", "observation", "action", "observation", "action"]
+
+
+def test_items_of_earlier_responses_are_named_by_their_ids():
+    async def dialogue():
+        async with serving(SEARCH, THOUGHT, "bye") as (session, client, _):
+            body = {"input": [user("a")], "tools": [{"type": "function", "name": "echo", "parameters": {}}]}
+            (called,) = (await client.post("/responses", json=body)).json()["output"]
+            body["input"] += [called, {"type": "function_call_output", "call_id": called["call_id"], "output": "x"}]
+            said = (await client.post("/responses", json=body)).json()["output"]
+            assert [one["type"] for one in said] == ["reasoning", "message"]
+            body["input"][1] = {"type": "item_reference", "id": called["id"]}
+            body["input"] += [*({"type": "item_reference", "id": one["id"]} for one in said), user("b")]
+            assert (await client.post("/responses", json=body)).status_code == 200
+            return [segment.kind for segment in session.segments()]
+
+    assert run(dialogue()) == ["prompt", "action", "observation", "action", "observation", "action"]
+
+
+def test_tool_runner_of_anthropic_sends_whole_dialogues():
+    @anthropic.beta_async_tool
+    async def echo(text: str) -> str:
+        """Repeat a text."""
+        return text
+
+    async def dialogue():
+        async with serving(SEARCH, "bye") as (session, _, _):
+            url, key = session.address
+            async with anthropic.AsyncAnthropic(base_url=url.removesuffix("/v1"), api_key=key, max_retries=0) as sdk:
+                runner = sdk.beta.messages.tool_runner(model="m", max_tokens=50, tools=[echo], messages=[user("a")])
+                last = await runner.until_done()
+            assert last.content[0].text == "bye"
+            return [segment.kind for segment in session.segments()]
+
+    assert run(dialogue()) == ["prompt", "action", "observation", "action"]
 
 
 def test_messages_continue_by_content_blocks():
@@ -219,6 +255,17 @@ def test_client_that_disconnects_leaves_nothing():
         ),
         ("chat/completions", chat(user("x"), {"role": "assistant", "content": "so"}), 400, "assistant"),
         ("chat/completions", chat(), 400, "messages"),
+        ("chat/completions", chat(user([{"type": "image_url"}])), 400, "messages.0.content.list[_Part].0.type"),
+        (
+            "chat/completions",
+            chat(
+                user("x"), {"role": "assistant", "content": [{"type": "text", "text": "a", "refusal": None}]}, user("y")
+            ),
+            200,
+            "a",
+        ),
+        ("messages", {"messages": [user("x")], "thread": {"type": "create"}}, 400, "thread_unsupported_request"),
+        ("responses", {"input": [{"type": "item_reference", "id": "msg_x"}]}, 404, "msg_x"),
         ("chat/completions", [], 400, ""),
         ("responses", {"input": "x", "background": True}, 400, "background"),
         ("responses", {"input": [{"type": "computer_call"}]}, 400, "computer_call"),

@@ -5,6 +5,7 @@ import json
 import sys
 from contextlib import nullcontext
 from dataclasses import replace
+from pathlib import Path
 
 import httpx
 import pytest
@@ -74,6 +75,14 @@ def test_program_that_fails_or_hangs_is_a_failure_of_the_agent():
         play(program("import sys; sys.exit(3)"), "Paris")
     with pytest.raises(WorldError, match="does not start"):
         play(AgentConfig(command=["no-such-program"]))
+
+
+def test_temporary_files_of_a_killed_program_are_removed(tmp_path):
+    code = f"import tempfile, time; open('{tmp_path}/name', 'w').write(tempfile.mkdtemp()); time.sleep(60)"
+    play(program(ASKS + code, timeout_s=2.0), "Paris")
+    folder = Path((tmp_path / "name").read_text()).parent
+    assert folder.name.startswith("ludus-agent-")
+    assert not folder.exists()
 
 
 def test_rewards_of_responses_are_those_of_turns():

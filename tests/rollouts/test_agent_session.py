@@ -63,13 +63,14 @@ def trajectory_of(segments, sample=0, reward=0.0):
 
 
 def test_request_that_extends_the_history_continues_its_row_by_tokens():
-    engine, session = session_of(f"Let me see. {SEARCH}", "Paris", "yes")
+    asked = call("echo", text="x", number=1.0, large=1234567890123456789)
+    engine, session = session_of(f"Let me see. {asked}", "Paris", "yes")
 
     async def dialogue():
         messages = [user("Where?")]
         reply = await session.chat(messages, [echo])
-        # what clients do with a reply: other ids, compact JSON, whole numbers, blanks, no thinking
-        arguments = json.dumps({"number": 1, "text": "x"}, separators=(",", ":"))
+        # what clients do with a reply: other ids, compact JSON, whole or rounded numbers, blanks, no thinking
+        arguments = json.dumps({"number": 1, "text": "x", "large": 1234567890123456800}, separators=(",", ":"))
         sent = {"id": "other", "type": "function", "function": {"name": "echo", "arguments": arguments}}
         messages += [Message(role="assistant", content=reply["content"] + "\n", tool_calls=[sent]), result("x")]
         messages += [await session.chat(messages, [echo]), user("Sure?")]

@@ -14,6 +14,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field, replace
 from queue import SimpleQueue
+from tempfile import TemporaryDirectory
 from typing import Final, Protocol
 from urllib.parse import urlsplit
 
@@ -34,7 +35,7 @@ log = logging.getLogger(__name__)
 
 _STOP_S: Final = 10.0
 """Time for an agent to end after it was cancelled."""
-_STDERR_TAIL: Final = 2000  # characters of a program's standard error in a message
+_STDERR_END: Final = 1000  # characters of the start and the end of a program's standard error in a message
 
 
 class AgentError(RuntimeError):
@@ -147,17 +148,22 @@ async def run_program(
 ) -> AgentResult:
     """Run the program of a rollout; its standard output is the answer.
 
-    Raises AgentError if it exits with an error or after `timeout_s`, and WorldError if it does not start. All of its
-    processes are killed at the end.
+    Raises AgentError if it exits with an error or after `timeout_s`, and WorldError if it does not start. At the end
+    all of its processes are killed, and its folder of temporary files (`TMPDIR`) is removed.
     """
     data = json.dumps({"id": task.id, "messages": list(messages), "tags": dict(task.tags)})
+    with TemporaryDirectory(prefix="ludus-agent-", ignore_cleanup_errors=True) as folder:
+        return await _run_program(settings, data, agent_environment(address) | {"TMPDIR": folder})
+
+
+async def _run_program(settings: AgentConfig, data: str, environment: Mapping[str, str]) -> AgentResult:
     try:
         process = await asyncio.create_subprocess_exec(
             *settings.command,
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=agent_environment(address),
+            env=environment,
             start_new_session=True,
         )
     except OSError as error:
@@ -180,8 +186,10 @@ async def run_program(
                     await asyncio.sleep(0.01)
         close_pipes(process)
     if process.returncode:
-        tail = err.decode(errors="replace").strip()[-_STDERR_TAIL:]
-        raise AgentError(f"The agent exited with {process.returncode}: {tail}")
+        said = err.decode(errors="replace").strip()
+        if len(said) > 2 * _STDERR_END:  # the message is at the start (Node) or at the end (Python)
+            said = f"{said[:_STDERR_END]} ... {said[-_STDERR_END:]}"
+        raise AgentError(f"The agent exited with {process.returncode}: {said}")
     text = out.decode(errors="replace").strip()
     return AgentResult(text or None)
 

@@ -33,6 +33,9 @@ _ERRORS = {
 }
 
 
+_NO_THREADS = "thread_unsupported_request"
+
+
 class _Block(BaseModel):
     """Any content block; the fields depend on its type."""
 
@@ -92,11 +95,14 @@ class MessagesRequest(BaseModel):
     stream: bool | None = False
     output_config: _OutputConfig | None = None
     output_format: _Format | None = None
+    thread: JsonValue = None
 
 
 def parse(raw: bytes, _: Histories) -> SessionRequest:
     """Return the request of a body, without tools that a server would run (no schema). Raises BadRequest."""
     body = read_body(MessagesRequest, raw)
+    if body.thread is not None:  # the messages are not the whole dialogue; SDKs send it again without a thread
+        raise BadRequest("thread is not supported; send all messages.", code=_NO_THREADS)
     system = _text(body.system)
     messages = [Message(role="system", content=system)] if system else []
     for said in body.messages:
@@ -238,7 +244,8 @@ def _message(
 
 def _error(status: int, message: str, code: str | None) -> JsonBody:
     kind = _ERRORS.get(status, "invalid_request_error" if status < 500 else "api_error")
-    return {"type": "error", "error": {"type": kind, "message": message}}
+    details = {"details": {"error_code": code, "unsupported": ["thread"]}} if code == _NO_THREADS else {}
+    return {"type": "error", "error": {"type": kind, "message": message, **details}}
 
 
 MESSAGES = Dialect(parse, reply, events, begin, delta, _error)

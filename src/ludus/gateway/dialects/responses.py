@@ -39,6 +39,7 @@ class _Item(BaseModel):
     """Any item of the input; the fields depend on its type."""
 
     type: str = "message"
+    id: str | None = None
     role: Literal["system", "developer", "user", "assistant"] = "user"
     content: str | list[_Part] | None = None
     call_id: str = ""
@@ -111,7 +112,7 @@ def parse(raw: bytes, histories: Histories) -> SessionRequest:
         "tools": [tool.model_dump() for tool in tools],
     }
     return SessionRequest(
-        [*before, *_messages(items)],
+        [*before, *_messages([_referred(item, histories) for item in items])],
         [session_tool(tool.name, tool.description, tool.parameters) for tool in tools],
         ReplyLimits(body.max_output_tokens, (), schema_guide(schema), bool(named) or choice == "required", named),
         1,
@@ -119,6 +120,24 @@ def parse(raw: bytes, histories: Histories) -> SessionRequest:
         body.model or "policy",
         echo,
     )
+
+
+def _referred(item: _Item, histories: Histories) -> _Item:
+    """Return the item of an earlier response that a reference names by the ids of `_output`, else the item."""
+    if item.type != "item_reference" or item.id is None:
+        return item
+    kind, name, number = (*item.id.split("_"), "", "")[:3]
+    reply = histories.get(f"resp_{name}", [Message(role="user", content="")])[-1]
+    calls = reply.get("tool_calls", [])
+    if kind == "msg" and reply["role"] == "assistant":
+        return _Item(role="assistant", content=reply["content"])
+    if kind == "rs" and "reasoning_content" in reply:
+        return _Item(type="reasoning", content=reply["reasoning_content"])
+    if kind == "fc" and number.isdecimal() and int(number) < len(calls):
+        call = calls[int(number)]
+        called = {"name": call["function"]["name"], "arguments": call["function"]["arguments"]}
+        return _Item(type="function_call", call_id=call["id"], **called)
+    raise BadRequest(f"The item {item.id[:80]!r} is unknown.", 404)
 
 
 def _messages(items: Sequence[_Item]) -> Iterator[Message]:
@@ -233,8 +252,10 @@ def _item_events(item: Mapping[str, object], at: JsonBody, sent: str) -> Iterato
     at = at | {"content_index": 0}
     (part,) = content
     if item["type"] == "reasoning":
+        yield "response.content_part.added", at | {"part": part | {"text": ""}}
         yield "response.reasoning_text.delta", at | {"delta": part["text"]}
         yield "response.reasoning_text.done", at | {"text": part["text"]}
+        yield "response.content_part.done", at | {"part": part}
         return
     yield "response.content_part.added", at | {"part": part | {"text": ""}}
     if (rest := unsent(part["text"], sent)) or not sent:

@@ -234,8 +234,8 @@ class _Call(BaseModel):
 
 class _Part(BaseModel):
     type: Literal["text", "refusal", "thinking"]
-    text: str = ""
-    refusal: str = ""
+    text: str | None = None
+    refusal: str | None = None
 
 
 class ChatMessage(BaseModel):
@@ -251,7 +251,7 @@ class ChatMessage(BaseModel):
     @property
     def message(self) -> Message:
         content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text or part.refusal for part in content)
+        text = content if isinstance(content, str) else "".join(part.text or part.refusal or "" for part in content)
         message = Message(role="system" if self.role == "developer" else self.role, content=text)
         if self.reasoning_content:
             message["reasoning_content"] = self.reasoning_content
@@ -337,9 +337,9 @@ def read_body(kind: type[RequestBody], body: bytes) -> RequestBody:
         return kind.model_validate_json(body)
     except ValidationError as error:
         found = error.errors(include_url=False, include_context=False, include_input=False)
-        first = min(found, key=lambda e: len(e["loc"]))
+        first = min(found, key=lambda e: (e["type"] == "string_type", len(e["loc"])))  # not the text of a union
         field_path = ".".join(str(part) for part in first["loc"] if part != "")[:200]
-        message = first["msg"].removeprefix("Value error, ")
+        message = first["msg"].removeprefix("Value error, ").removesuffix(".")
         raise BadRequest(f"{field_path}: {message}." if field_path else f"{message}.") from None
 
 

@@ -103,9 +103,13 @@ def json_value(text: str) -> object:
 
 
 def _whole_numbers(value: JSON) -> JSON:
-    """Return the value with floats that are integers as integers, since clients write 1.0 as 1."""
-    if isinstance(value, float) and value.is_integer():
-        return int(value)
+    """Return the value with floats that are integers as integers, since clients write 1.0 as 1.
+
+    Integers are rounded to floats, as clients in JavaScript do.
+    """
+    if isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 2**1023:
+        value = float(value)
+        return int(value) if value.is_integer() else value
     if isinstance(value, list):
         return [_whole_numbers(item) for item in value]
     return {name: _whole_numbers(item) for name, item in value.items()} if isinstance(value, dict) else value
