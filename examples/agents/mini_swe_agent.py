@@ -20,8 +20,16 @@ from ludus.worlds.terminal.world import TerminalSettings, TerminalWorld
 
 litellm.suppress_debug_info = True
 SYSTEM = {"system": "Linux", "release": "", "version": "", "machine": ""}
-KINDS = ("text/blank", "text/number", "text/reverse", "text/tabs", "text/line_ends")
-KINDS += ("files/empty", "files/temporary", "archives/pack")
+KINDS = (
+    "text/blank",
+    "text/number",
+    "text/reverse",
+    "text/tabs",
+    "text/line_ends",
+    "files/empty",
+    "files/temporary",
+    "archives/pack",
+)
 """Tasks of one command. All splits have all kinds, with other names of files."""
 TOPICS = ("text", "files", "archives")
 WORLD = TerminalWorld(TerminalSettings(levels=(1,), topics=TOPICS, per_shape=40, num_held_out=600, unseen="names"))
