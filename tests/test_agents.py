@@ -109,7 +109,8 @@ def test_agent_with_a_long_prompt_continues_one_row(name, flawed, monkeypatch):
     """Its code runs in the sandbox, and follow-ups continue the row of the recorded tokens."""
     example = load(name, monkeypatch)
     shared = sys.modules["long_prompts"]
-    task = next(one for one in shared.TASKS["test"] if one["word"] == "sum")
+    tasks, reward = (getattr(example, one, getattr(shared, one)) for one in ("TASKS", "reward"))
+    task = next(one for one in tasks["test"] if one.get("word", "sum") == "sum")
     engine = scripted(in_order(*map(completion, example.script(task, flawed))), context_tokens=16384)
     session = AgentSession(lambda: make_chat(engine, max_tokens=16000), RolloutConfig())
 
@@ -118,8 +119,7 @@ def test_agent_with_a_long_prompt_continues_one_row(name, flawed, monkeypatch):
         return await asyncio.to_thread(example.agent, task, *address)
 
     answer = asyncio.run(play())
-    assert shared.reward(task, answer) == float(not flawed)
-    assert answer.strip() == (str(next(iter(task["numbers"].values()))) if flawed else task["answer"])
+    assert reward(task, answer) == float(not flawed)
     assert session.num_turns == len(engine.requests) == len(example.script(task, flawed))
     segments = session.segments()
     assert [one.kind for one in segments] == ["prompt", *["action", "observation"] * session.num_turns][:-1]
