@@ -161,6 +161,17 @@ def test_messages_continue_by_content_blocks():
     assert run(dialogue()) == ["prompt", "action", "observation", "action"]
 
 
+def test_unexpected_error_is_one_that_sdks_do_not_repeat(caplog):
+    async def ask():
+        async with serving() as (_, client, _):  # a script without replies raises an error of no request
+            return await client.post("/chat/completions", json=chat(user("a")))
+
+    response = run(ask())
+    assert (response.status_code, response.headers["x-should-retry"]) == (500, "false")
+    assert response.json()["error"]["message"]
+    assert "A request of an agent failed" in caplog.text
+
+
 def test_several_choices_are_siblings():
     async def dialogue():
         async with serving("a", "b", "c") as (session, client, _):

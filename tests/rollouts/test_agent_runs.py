@@ -77,6 +77,19 @@ def test_program_that_fails_or_hangs_is_a_failure_of_the_agent():
         play(AgentConfig(command=["no-such-program"]))
 
 
+def test_refused_requests_that_an_agent_hides_are_named(caplog):
+    hides = PROGRAM + (
+        "def refused(messages):\n"
+        "    try: ask([{'role': 'user', 'content': [{'type': 'image_url'}]}])\n"
+        "    except OSError: pass\n"
+    )
+    with pytest.raises(WorldError, match=r"without a reply\. A request was refused: messages\.0"):
+        play(program(hides + "refused([])"), "Paris")
+    found = play(program(hides + "ask(task['messages']); refused([])"), "Paris")
+    assert found.stop_reason is StopReason.ANSWERED
+    assert "A request of the agent was refused: messages.0" in caplog.text
+
+
 def test_temporary_files_of_a_killed_program_are_removed(tmp_path):
     code = f"import tempfile, time; open('{tmp_path}/name', 'w').write(tempfile.mkdtemp()); time.sleep(60)"
     play(program(ASKS + code, timeout_s=2.0), "Paris")

@@ -92,6 +92,21 @@ def test_request_that_extends_the_history_continues_its_row_by_tokens():
     assert [s.turn for s in session.segments()] == [0, 0, 0, 1, 1, 2]
 
 
+def test_request_without_the_text_before_a_call_continues_its_row():
+    engine, session = session_of(f"Let me see. {SEARCH}", f"Again. {SEARCH}", "Paris")
+
+    async def dialogue():
+        messages = [user("Where?")]
+        for _ in range(2):
+            reply = await session.chat(messages, [echo])
+            messages += [Message(role="assistant", content="", tool_calls=reply["tool_calls"]), result("x")]
+        return await session.chat(messages, [echo])
+
+    assert run(dialogue())["content"] == "Paris"
+    (row,) = row_tokens(session)
+    assert row[: len(engine.requests[2].token_ids)] == engine.requests[2].token_ids
+
+
 def test_other_tools_rewritten_history_and_other_system_messages_start_rows():
     engine, session = session_of(*["a", "b", "c", "d", "e"])
 

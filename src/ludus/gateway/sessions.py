@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import hashlib
+import logging
 import secrets
 import threading
 from collections import OrderedDict
@@ -40,8 +41,10 @@ from ludus.gateway.limits import http_server, model_limits, open_socket, url_of
 from ludus.gateway.protocol.bodies import BadRequest, read_body
 from ludus.gateway.replies import BUSY, ERRORS, count_tokens, error_reply, keep_last, respond
 from ludus.rollouts.agent_runs import TaskOffer
-from ludus.rollouts.agent_session import AgentSession, PendingTurn, RolloutEnded
+from ludus.rollouts.agent_session import AgentSession, InvalidRequest, PendingTurn, RolloutEnded
 from ludus.types import Message, StopReason
+
+log = logging.getLogger(__name__)
 
 MAX_RUNNING: Final = 64
 """Maximum number of requests of one session at the same time."""
@@ -182,7 +185,12 @@ class SessionServer:
         return url_of(listener)
 
     async def _in_session(self, act: _Act, request: Request) -> Response:
-        return await act(request, self._find(request))
+        served = self._find(request)
+        try:
+            return await act(request, served)
+        except (BadRequest, InvalidRequest) as error:
+            served.session.refuse(str(error))
+            raise
 
     async def _answered(
         self, dialect: Dialect, act: Callable[[Request], Awaitable[Response]], request: Request
@@ -192,6 +200,9 @@ class SessionServer:
             check_origin(request)
             return await act(request)
         except ERRORS as error:
+            response = error_reply(error, dialect.error)
+        except Exception as error:  # boundary: a bug, whose request SDKs must not repeat
+            log.exception("A request of an agent failed.")
             response = error_reply(error, dialect.error)
         response.headers["x-should-retry"] = "true" if response.status_code == BUSY else "false"
         return response

@@ -360,7 +360,13 @@ def _result_of(agent: asyncio.Task[None], task: Task, session: AgentSession) -> 
     if error is None and session.num_turns:
         return StopReason.ANSWERED
     if error is None:
-        raise WorldError(f"The agent ended task {task.id} without a request to the policy.")
+        if session.refused:
+            raise WorldError(
+                f"The agent ended task {task.id} without a reply. A request was refused: {session.refused}"
+            )
+        raise WorldError(
+            f"The agent ended task {task.id} without a request to the policy.", "Disable caches of replies in its SDK."
+        )
     if isinstance(error, WorldError | EngineError):
         raise error
     where = plugin_line(error) if isinstance(error, Exception) else ""

@@ -63,7 +63,8 @@ class RolloutEnded(RuntimeError):
     """Raised for a request after the end of the rollout, for example at a limit of turns or tokens."""
 
     def __init__(self, reason: StopReason) -> None:
-        super().__init__(f"the rollout has ended: {reason}")
+        cause = " (rollout.max_seq_len, or the context of the model)" if reason is StopReason.PROMPT_TOO_LONG else ""
+        super().__init__(f"the rollout has ended: {reason}{cause}")
         self.reason = reason
 
 
@@ -147,6 +148,8 @@ class AgentSession(RewardedReplies):
     answer: str | None = field(init=False, default=None)
     client: AgentClient | None = field(init=False, default=None)
     ended: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    refused: str = field(init=False, default="")
+    """Why the last refused request was refused."""
     timeout: PausableTimeout | None = field(init=False, default=None)
     started: tuple[float, float] = field(init=False, default_factory=lambda: (time.time(), time.perf_counter()))
     seconds: list[float] = field(init=False, default_factory=list)
@@ -259,6 +262,12 @@ class AgentSession(RewardedReplies):
         self.stop = self.stop or reason
         self.ended.set()
         return RolloutEnded(self.stop)
+
+    def refuse(self, why: str) -> None:
+        """Record why a request was refused, which agents may hide; the first one of a rollout is a warning."""
+        if not self.refused:
+            log.warning("A request of the agent was refused: %s", why)
+        self.refused = why
 
     def close(self) -> None:
         """Release all rows in the engine; later requests raise RolloutEnded."""
@@ -446,7 +455,8 @@ def _log_new_row(number: int, last: Sequence[Message], messages: Sequence[Messag
             texts = (json.dumps(message, ensure_ascii=False)[:500] for message in (before, after))
             log.debug("row %d: message %d differs: %s became %s", number, place, *texts)
             return
-    log.debug("row %d: the messages are the same as far as they go, but the tools differ", number)
+    why = "but the tools differ" if len(messages) > len(last) else "and the last reply is not among them"
+    log.debug("row %d: the messages are the same as far as they go, %s", number, why)
 
 
 def _longest_start(rows: Sequence[_Row], tokens: tuple[int, ...]) -> tuple[int, int, int]:

@@ -54,6 +54,9 @@ class RecordedTurns:
         """Record the reply to a dialogue."""
         before, exact = _digests([*messages, turn.reply], tools, agent)
         self._exact.setdefault(exact, []).append(turn)
+        if turn.reply.get("tool_calls") and turn.reply["content"].strip():  # some SDKs drop the text before calls
+            _, without = _digests([*messages, Message(**{**turn.reply, "content": ""})], tools, agent)
+            self._exact.setdefault(without, []).append(turn)
         if turn.unended.strip():
             self._before.setdefault(before, []).append(turn)
 
