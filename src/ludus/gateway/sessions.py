@@ -189,7 +189,9 @@ class SessionServer:
         try:
             return await act(request, served)
         except (BadRequest, InvalidRequest) as error:
-            served.session.refuse(str(error))
+            if not served.session.refused:  # agents may hide it
+                log.warning("A request of the agent was refused: %s", error)
+            served.session.refused = str(error)
             raise
 
     async def _answered(

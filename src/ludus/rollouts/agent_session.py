@@ -263,12 +263,6 @@ class AgentSession(RewardedReplies):
         self.ended.set()
         return RolloutEnded(self.stop)
 
-    def refuse(self, why: str) -> None:
-        """Record why a request was refused, which agents may hide; the first one of a rollout is a warning."""
-        if not self.refused:
-            log.warning("A request of the agent was refused: %s", why)
-        self.refused = why
-
     def close(self) -> None:
         """Release all rows in the engine; later requests raise RolloutEnded."""
         self.end(StopReason.ANSWERED)
