@@ -151,7 +151,7 @@ def _message(given: dict) -> dict:
     return {"content": "", **kept}
 
 
-def cold_start(agent, script, tasks, folder: Path, seed: int, steps: int) -> Path:
+def cold_start(agent, script, tasks, folder: Path, seed: int) -> Path:
     """Train a tokenizer and a small model on demonstrations, in a folder, and return the checkpoint's.
 
     The model learns to copy names and the task without instructions first, and then behind ends of them, which fill
@@ -170,13 +170,13 @@ def cold_start(agent, script, tasks, folder: Path, seed: int, steps: int) -> Pat
     rng = random.Random(seed)
     short = [*map(_shortened, found), *_repetitions(found, rng)]
     phases = {
-        "short": (short, steps, 3e-3),
+        "short": (short, 1500, 3e-3),
         "tails": ([_shortened(one, rng.randrange(1500)) for one in found * 4], 500, 2e-3),
     }
-    for name, (dialogues, num_steps, learning_rate) in phases.items():
+    for name, (dialogues, steps, learning_rate) in phases.items():
         data = folder / f"{name}.jsonl"
         data.write_text("".join(json.dumps(one) + "\n" for one in dialogues))
-        sft = {"data": str(data), "steps": num_steps, "batch_size": 16, "learning_rate": learning_rate}
+        sft = {"data": str(data), "steps": steps, "batch_size": 16, "learning_rate": learning_rate}
         run = ludus.sft(
             Config(),
             model=str(checkpoint),
@@ -205,10 +205,10 @@ def _repetitions(dialogues: list[dict], rng: random.Random) -> Iterator[dict]:
         yield {"messages": [{"role": role, "content": text} for role in ("user", "assistant")]}
 
 
-def train(agent, script, tasks=TASKS, reward=reward, sft_steps=500):
+def train(agent, script, tasks=TASKS, reward=reward):
     """Train an agent with the settings of the command line, and print its held-out success before and after.
 
-    The first phase of the cold start has `sft_steps`; its tasks are `tasks["demonstrations"]`, or 300 of training.
+    The tasks of the cold start are `tasks["demonstrations"]`, or 300 of training.
     """
     parser = argparse.ArgumentParser(description=agent.__doc__)
     parser.add_argument("--steps", type=int, default=8)
@@ -217,7 +217,7 @@ def train(agent, script, tasks=TASKS, reward=reward, sft_steps=500):
     parser.add_argument("--model", help="a cold start, instead of training one")
     args = parser.parse_args()
     shown = tasks.get("demonstrations", tasks["train"][:300])
-    model = args.model or cold_start(agent, script, shown, args.dir, args.seed, sft_steps)
+    model = args.model or cold_start(agent, script, shown, args.dir, args.seed)
     run = ludus.train(
         agent,
         {split: tasks[split] for split in ("train", "validation", "test")},

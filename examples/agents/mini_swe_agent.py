@@ -118,4 +118,4 @@ def _call(number: int, command: str) -> dict:
 
 
 if __name__ == "__main__":
-    train(agent, script, TASKS, reward, sft_steps=1500)
+    train(agent, script, TASKS, reward)
