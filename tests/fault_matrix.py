@@ -91,9 +91,10 @@ def run_trial(fault: Fault, whole: CleanRun, settings: dict[str, str], way: str,
     trial = Trial(fault.name, settings["training.mode"], way, rng.uniform(0.02, 1.0) * whole.seconds)
     process = fork(train_words(fault.work, folder, settings), said)
     if process.wait(trial.moment) is not None or not fault.inject(process, folder, way, rng):
+        if process.code is not None:
+            whole.seconds *= 0.9  # the clean run was slower, because of other work on the machine
         process.kill()
         process.left()
-        whole.seconds *= 0.9  # the clean run was slower, because of other work on the machine
         return None
     trial.step = 1 + steps_done(folder)
     trial.moment = round(time.monotonic() - process.begin, 2)
