@@ -141,6 +141,7 @@ agents: $(VENV)/.ready
 
 bench-agents: $(VENV)/.ready
 	$(PY) benchmarks/agent_sessions.py
+	$(PY) benchmarks/agent_sessions.py --engine 0.1b --turns 3 --repeats 3
 	$(PY) benchmarks/agent_sessions.py --engine none --sessions 500
 
 bench-vllm: $(VLLM)/.ready

