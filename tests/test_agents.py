@@ -120,6 +120,8 @@ def test_agent_with_a_long_prompt_continues_one_row(name, flawed, monkeypatch):
 
     answer = asyncio.run(play())
     assert reward(task, answer) == float(not flawed)
+    if "numbers" in task:
+        assert answer.strip() == (str(next(iter(task["numbers"].values()))) if flawed else task["answer"])
     assert session.num_turns == len(engine.requests) == len(example.script(task, flawed))
     segments = session.segments()
     assert [one.kind for one in segments] == ["prompt", *["action", "observation"] * session.num_turns][:-1]

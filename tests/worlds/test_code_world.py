@@ -359,7 +359,7 @@ def test_each_test_has_a_verdict_whatever_the_program_does(sandbox):
     assert "SyntaxError" in said["no syntax"].broken
     assert "line 2" in said["it raises at the second"].verdicts[1].failure
     assert "longer than" in said["it hangs at the second"].verdicts[1].failure
-    assert "no plain value" in said["nothing plain"].verdicts[0].failure
+    assert "not a plain value" in said["nothing plain"].verdicts[0].failure
 
 
 def test_programs_that_read_and_print(sandbox):

@@ -31,8 +31,6 @@ _ERRORS = {
     413: "request_too_large",
     429: "rate_limit_error",
 }
-
-
 _NO_THREADS = "thread_unsupported_request"
 
 

@@ -39,7 +39,7 @@ def encode(value: object, depth: int = 0) -> object:
             return inner if kind is list else {kind.__name__: inner}
     if isinstance(value, bytes | bytearray):
         return {"bytes": bytes(value).hex()}
-    raise NotPlain(f"an object of the type {type(value).__name__}, which is no plain value")
+    raise NotPlain(f"an object of the type {type(value).__name__}, which is not a plain value")
 
 
 def _encode_one(value: complex | str | None) -> object:
@@ -82,7 +82,7 @@ def decode(value: object, makers: Makers = MAKERS, depth: int = 0) -> object:
             return makers[kind](inner if kind in _TEXTS else [decode(one, makers, depth + 1) for one in inner])
     except (TypeError, OverflowError) as error:
         raise ValueError(str(error)) from error
-    raise ValueError(f"there is no kind {kind!r}")
+    raise ValueError(f"unknown kind {kind!r}")
 
 
 def find_function(names: dict[str, object], wanted: str) -> Callable[..., object]:
