@@ -1,0 +1,253 @@
+"""`SimulatorWorld`: worlds whose state is in a simulator. An action and an observation are texts.
+
+A world defines a `Simulator`, one episode of a task, and a function that makes one from a task. Observations are user
+messages, and each message of the model is an action: the content of its last `<action>` tag, or else the whole message.
+The state of the simulator, its random numbers included, is never shown. After every turn the environment reports
+success, return and checkpoints in an outcome `state`, so that an episode that ends at a limit is graded by its last
+state.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import re
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
+from typing import Final, NamedTuple, TypeVar
+
+from ludus.envs.base import Environment, World
+from ludus.envs.messages import assistant
+from ludus.envs.tool_world import Dialogue, split_of
+from ludus.rewards.base import Reward
+from ludus.rewards.extract import last_output
+from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
+
+T = TypeVar("T")
+
+STATE: Final = "state"
+"""Tool name of the outcomes that report the state of the simulator."""
+MAX_EXPERT_TURNS: Final = 500
+"""Maximum length of an expert's episode."""
+_ACTION = re.compile(r"<action>(.*?)</action>", re.S | re.I)
+
+
+class Observation(NamedTuple):
+    """Response of a simulator to an action.
+
+    `reward` is that of the turn, for advantages with turn rewards. An action that the simulator does not understand is
+    not `valid`; its text says what is.
+    """
+
+    text: str
+    reward: float = 0.0
+    done: bool = False
+    valid: bool = True
+
+
+class Simulator(ABC):
+    """One episode: `reset`, `step` until done, `close`. An instance is used once; methods may block.
+
+    An exception is an infrastructure failure: what the model does wrong is an observation.
+    """
+
+    success: float = 0.0
+    """Success of the episode so far, between 0 and 1."""
+    reached: frozenset[str] = frozenset()
+    """Exploration checkpoints reached so far."""
+
+    @abstractmethod
+    def reset(self) -> str:
+        """Return the first observation."""
+
+    @abstractmethod
+    def step(self, action: str) -> Observation:
+        """Apply an action."""
+
+    def actions(self) -> Sequence[str]:
+        """Return the valid actions in this state; empty if they cannot be listed."""
+        return ()
+
+    def expert_action(self) -> str | None:
+        """Return an action of an expert, the same in equal states; None if there is no expert."""
+        return None
+
+    def state_key(self) -> str:
+        """Return a text that identifies the state, for advantages that compare equal states; empty by default."""
+        return ""
+
+    def close(self) -> None:
+        """Release the resources of the episode; also called without `reset`."""
+        return
+
+
+def action_of(text: str) -> str:
+    """Return the action in a message: the content of the last `<action>` tag, or else the whole text."""
+    found: list[str] = _ACTION.findall(text)
+    return (found or [text])[-1].strip()
+
+
+@dataclass
+class _Account:
+    """Sums over the turns of an episode."""
+
+    total: float = 0.0
+    turns: int = 0
+    invalid: int = 0
+
+
+class SimulatorEnv(Environment):
+    """One episode of a simulator. One that may block runs in a thread of its own, always the same."""
+
+    def __init__(self, simulator: Simulator, rewards: Sequence[Reward], *, blocks: bool) -> None:
+        self.rewards, self._simulator, self._account = rewards, simulator, _Account()
+        self._thread = ThreadPoolExecutor(1, "simulator") if blocks else None
+
+    async def start(self, task: Task) -> list[Message]:
+        """Reset the simulator; the observation follows the prompt, unless this ends with a message of the user."""
+        text = await self._call(self._simulator.reset)
+        prompt = list(task.prompt)
+        return prompt if prompt and prompt[-1]["role"] == "user" else [*prompt, Message(role="user", content=text)]
+
+    async def step(self, action: Action) -> StepResult:
+        """Apply the action in a message."""
+        text = action_of(action.message["content"])
+        seen = await self._call(lambda: self._simulator.step(text))
+        account = self._account
+        account.total += seen.reward
+        account.turns += 1
+        account.invalid += not seen.valid
+        state = {
+            "success": self._simulator.success,
+            "return": account.total,
+            "valid": 1 - account.invalid / account.turns,
+            "reached": sorted(self._simulator.reached),
+        }
+        outcome = ToolOutcome("", STATE, ToolStatus.OK, json.dumps(state))
+        messages = () if seen.done else (Message(role="user", content=seen.text),)
+        return StepResult(messages, seen.done, seen.reward, (outcome,))
+
+    async def close(self) -> None:
+        """Close the simulator."""
+        try:
+            await self._call(self._simulator.close)
+        finally:
+            if self._thread is not None:
+                self._thread.shutdown(wait=False)
+
+    def state_key(self) -> str:
+        return self._simulator.state_key()
+
+    async def _call(self, function: Callable[[], T]) -> T:
+        if self._thread is None:
+            return function()
+        return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+
+def _read(trajectory: Trajectory) -> Mapping[str, object]:
+    state: Mapping[str, object] = json.loads(last_output(STATE)(trajectory) or "{}")
+    return state
+
+
+def _number(name: str) -> Callable[[Task, Trajectory], float]:
+    def read(task: Task, trajectory: Trajectory) -> float:
+        value = _read(trajectory).get(name, 0.0)
+        return float(value) if isinstance(value, int | float) else 0.0
+
+    return read
+
+
+def _coverage(task: Task, trajectory: Trajectory) -> float:
+    """Return the share of the task's checkpoints (tag `checkpoints`) that were reached; 0 if it has none."""
+    reached, total = _read(trajectory).get("reached", ()), int(task.tags.get("checkpoints", "0"))
+    return len(reached) / total if total and isinstance(reached, list) else 0.0
+
+
+SIMULATOR_REWARDS: Final = (
+    Reward("success", _number("success"), outcome=True),
+    Reward("return", _number("return"), weight=0.0),
+    Reward("valid_actions", _number("valid"), weight=0.0),
+    Reward("coverage", _coverage, weight=0.0),
+)
+"""Success is the outcome; return, share of valid actions and coverage of the checkpoints are reported only."""
+
+
+@dataclass(frozen=True)
+class SimulatorWorld(World):
+    """Tasks, and the simulator of each.
+
+    `blocks` says that methods of the simulator may take more than a millisecond. `flaw` is the fraction of the actions
+    in demonstrations that are random; they are excluded from the loss unless `flaws_train`.
+    """
+
+    name: str
+    task_lists: Mapping[str, Sequence[Task]]
+    make: Callable[[Task], Simulator]
+    blocks: bool = False
+    flaw: float = 0.0
+    flaws_train: bool = True
+    rewards: Sequence[Reward] = field(default=SIMULATOR_REWARDS)
+    has_expert: bool = True
+    emits_turn_rewards: bool = True
+
+    @property
+    def splits(self) -> Sequence[str]:
+        return tuple(self.task_lists)
+
+    def tasks(self, split: str) -> Sequence[Task]:
+        return split_of(self.task_lists, split, self.name)
+
+    def environment(self, task: Task) -> SimulatorEnv:
+        return SimulatorEnv(self.make(task), self.rewards, blocks=self.blocks)
+
+    def implements(self, method: str) -> bool:
+        """Return whether an optional method is available: scripted episodes need an expert."""
+        return super().implements(method) and (self.has_expert or method not in ("demonstrations", "expert"))
+
+    def demonstrations(self, seed: int) -> Iterator[Dialogue]:
+        """Yield the expert's episodes on training tasks, with random actions in between."""
+        rng = random.Random(f"demonstrations:{self.name}:{seed}")
+        while self.has_expert:
+            if (shown := self._episode(rng.choice(self.task_lists["train"]), rng, self.flaw)) is not None:
+                yield shown
+
+    def expert(self, task: Task) -> Dialogue | None:
+        return self._episode(task, random.Random(task.id), 0.0) if self.has_expert else None
+
+    def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
+        """Return an episode that claims success, and one of empty messages."""
+        return {"claim": [assistant('{"success": 1.0}')] * 3, "silence": [assistant("")] * 3}
+
+    def _episode(self, task: Task, rng: random.Random, flaw: float) -> Dialogue | None:
+        simulator = self.make(task)
+        try:
+            text = simulator.reset()
+            messages = list(task.prompt)
+            if not messages or messages[-1]["role"] != "user":
+                messages.append(Message(role="user", content=text))
+            for _ in range(MAX_EXPERT_TURNS):
+                action, options, trains = simulator.expert_action(), simulator.actions(), True
+                if action is None:
+                    return None
+                if options and rng.random() < flaw:
+                    action, trains = rng.choice(options), self.flaws_train
+                messages.append(assistant(action) if trains else Message({**assistant(action), "train": False}))
+                seen = simulator.step(action)
+                if seen.done:
+                    return Dialogue(tuple(messages), ())
+                messages.append(Message(role="user", content=seen.text))
+            return None
+        finally:
+            simulator.close()
+
+
+def make_task(simulator: Simulator, name: str, system: str, tags: Mapping[str, str], seed: int = 0) -> Task:
+    """Return a task whose prompt has the rules and the first observation of a simulator, which is closed."""
+    try:
+        first = Message(role="user", content=simulator.reset())
+    finally:
+        simulator.close()
+    return Task(name, (Message(role="system", content=system), first), None, tags, seed=seed)
