@@ -208,20 +208,26 @@ class SimulatorWorld(World):
         return super().implements(method) and (self.has_expert or method not in ("demonstrations", "expert"))
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """Yield the expert's episodes on training tasks, with random actions in between."""
-        rng = random.Random(f"demonstrations:{self.name}:{seed}")
+        """Yield the expert's episodes on training tasks, with random actions in between; families in equal parts."""
+        rng, families = random.Random(f"demonstrations:{self.name}:{seed}"), dict[str, list[Task]]()
+        for task in self.task_lists["train"]:
+            families.setdefault(task.tags.get("family", ""), []).append(task)
         while self.has_expert:
-            if (shown := self._episode(rng.choice(self.task_lists["train"]), rng, self.flaw)) is not None:
-                yield shown
+            task = rng.choice(families[rng.choice(list(families))])
+            if (found := self._episode(task, rng, self.flaw)) is not None:
+                yield found[0]
 
     def expert(self, task: Task) -> Dialogue | None:
-        return self._episode(task, random.Random(task.id), 0.0) if self.has_expert else None
+        """Return the expert's episode; None if it fails, for example by chance."""
+        found = self._episode(task, random.Random(task.id), 0.0) if self.has_expert else None
+        return None if found is None or not found[1] else found[0]
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
         """Return an episode that claims success, and one of empty messages."""
         return {"claim": [assistant('{"success": 1.0}')] * 3, "silence": [assistant("")] * 3}
 
-    def _episode(self, task: Task, rng: random.Random, flaw: float) -> Dialogue | None:
+    def _episode(self, task: Task, rng: random.Random, flaw: float) -> tuple[Dialogue, bool] | None:
+        """Return an episode of the expert and whether it succeeds; None without an expert, or if it does not end."""
         simulator = self.make(task)
         try:
             text = simulator.reset()
@@ -237,7 +243,7 @@ class SimulatorWorld(World):
                 messages.append(assistant(action) if trains else Message({**assistant(action), "train": False}))
                 seen = simulator.step(action)
                 if seen.done:
-                    return Dialogue(tuple(messages), ())
+                    return Dialogue(tuple(messages), ()), simulator.success == 1
                 messages.append(Message(role="user", content=seen.text))
             return None
         finally:

@@ -1,0 +1,110 @@
+"""Tasks of the games for one player, over `SimulatorWorld`."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Final, Literal, get_args
+
+from pydantic import Field
+
+from ludus.envs.settings import WorldSettings
+from ludus.envs.simulator_world import SimulatorWorld, make_task
+from ludus.types import Task
+from ludus.worlds.games.single.base import Level, Puzzle, View
+from ludus.worlds.games.single.codes import Mastermind, Wordle
+from ludus.worlds.games.single.grids import FrozenLake, Maze, Sokoban
+from ludus.worlds.games.single.numbers import Bandit, Blackjack, Game2048, Hanoi
+
+SingleGame = Literal["frozenlake", "sokoban", "maze", "2048", "blackjack", "hanoi", "bandit", "wordle", "mastermind"]
+"""Games for one player."""
+PUZZLES: Final[Mapping[SingleGame, type[Puzzle]]] = {
+    "frozenlake": FrozenLake,
+    "sokoban": Sokoban,
+    "maze": Maze,
+    "2048": Game2048,
+    "blackjack": Blackjack,
+    "hanoi": Hanoi,
+    "bandit": Bandit,
+    "wordle": Wordle,
+    "mastermind": Mastermind,
+}
+_SHARES: Final = {"train": 0.7, "validation": 0.1, "test": 0.2}
+_LEVELS: Final[Sequence[Level]] = get_args(Level)
+_TRIES_PER_TASK: Final = 4
+
+
+class SingleGameSettings(WorldSettings):
+    """Settings of the games for one player (`env.settings`)."""
+
+    game: SingleGame | Literal["all"] = "all"
+    levels: tuple[Level, ...] = Field((1, 2), min_length=1)
+    """Sizes of the games in all splits but `composition`, which has level 3."""
+    view: View = "grid"
+    """Observations of the games on a grid: characters, or sentences with coordinates."""
+    slip: float = Field(0.0, ge=0, le=1)
+    """Probability that a move in FrozenLake goes to one of its sides; gymnasium's slippery lake has 2/3."""
+    num_tasks: int = Field(1000, ge=10)
+    """Number of tasks of each game and level; fewer if it has no more initial states."""
+    flaw: float = Field(0.2, ge=0, le=1)
+    """Fraction of random actions in demonstrations; they are in the loss."""
+    seed: int = 0
+
+
+def make_puzzle(task: Task, settings: SingleGameSettings) -> Puzzle:
+    """Return the game of a task in its initial state."""
+    game = next(name for name in PUZZLES if name == task.tags["game"])
+    level = next(one for one in _LEVELS if str(one) == task.tags["level"])
+    return _new(game, level, task.seed, settings)
+
+
+def make_single_game_world(settings: SingleGameSettings) -> SimulatorWorld:
+    """Build the world with the tasks of the chosen games, which take turns in every split."""
+    games = list(PUZZLES) if settings.game == "all" else [settings.game]
+    lists: dict[str, list[Task]] = {split: [] for split in (*_SHARES, "composition")}
+    for game in games:
+        for level in sorted({*settings.levels, 3}):
+            for split, tasks in _tasks(game, level, settings).items():
+                lists[split] += tasks
+    rng = random.Random(f"games:{settings.seed}")
+    for tasks in lists.values():
+        rng.shuffle(tasks)
+    return SimulatorWorld("games", lists, partial(make_puzzle, settings=settings), flaw=settings.flaw)
+
+
+def _new(game: SingleGame, level: Level, seed: int, settings: SingleGameSettings) -> Puzzle:
+    puzzle = PUZZLES[game](random.Random(f"{game}:{level}:{seed}"), level, settings.view)
+    if isinstance(puzzle, FrozenLake):
+        puzzle.slip = settings.slip
+    return puzzle
+
+
+def _tasks(game: SingleGame, level: Level, settings: SingleGameSettings) -> dict[str, list[Task]]:
+    """Return the tasks of one game and level by split; no two have the same initial state."""
+    rng, seen = random.Random(f"tasks:{game}:{level}:{settings.seed}"), set[str]()
+    found: dict[str, list[Task]] = {split: [] for split in (*_SHARES, "composition")}
+    for _ in range(_TRIES_PER_TASK * settings.num_tasks):
+        if len(seen) == settings.num_tasks:
+            break
+        seed = rng.randrange(2**31)
+        puzzle = _new(game, level, seed, settings)
+        key = str(seed) if puzzle.stochastic else puzzle.instance()
+        if key in seen:
+            continue
+        seen.add(key)
+        drawn = rng.choices(list(_SHARES), list(_SHARES.values()))[0]
+        splits = [drawn] if level in settings.levels else []
+        if level == max(_LEVELS) and drawn == "test":
+            splits.append("composition")
+        for split in splits:
+            tags = {
+                "split": split,
+                "family": game,
+                "game": game,
+                "level": str(level),
+                "checkpoints": puzzle.checkpoints,
+            }
+            name = f"{game}-{level}-{split}-{len(found[split])}"
+            found[split].append(make_task(puzzle, name, puzzle.rules, tags, seed))
+    return found
