@@ -29,6 +29,7 @@ WORLDS: Mapping[str, str] = {
     "games": "ludus.worlds.games.world:make_games_world",
     "guess": "ludus.worlds.guess.world:make_guess_world",
     "math": "ludus.worlds.math.world:make_math_world",
+    "proofs": "ludus.worlds.proofs.world:make_proofs_world",
     "proposals": "ludus.worlds.proposals.world:make_proposals_world",
     "search": "ludus.worlds.search.world:make_search_world",
     "sql": "ludus.worlds.sql.world:make_sql_world",

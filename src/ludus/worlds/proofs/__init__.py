@@ -1,0 +1,1 @@
+"""Proofs in propositional logic, checked by a Metamath verifier."""
