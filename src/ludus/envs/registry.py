@@ -36,13 +36,17 @@ WORLDS: Mapping[str, str] = {
     "terminal": "ludus.worlds.terminal.world:make_terminal_world",
     "swe": "ludus.worlds.swe.world:make_swe_world",
 }
-"""Name -> `module:function`. The function takes the world's settings and its tool limits."""
+"""Worlds with tasks of their own: name -> `module:function`. The function takes settings and tool limits."""
+ADAPTERS: Mapping[str, str] = {}
+"""Worlds whose tasks are those of another package, or of a server, by name."""
+FACTORIES: Mapping[str, str] = {**WORLDS, **ADAPTERS}
+"""All worlds by name."""
 
 
 def build_world(env: EnvConfig, rollout: RolloutConfig, sandbox: SandboxConfig | None = None) -> World:
     """Return the world of a configuration: `env.mixture` if it names worlds, else `env.name`.
 
-    `env.name` is a name in `WORLDS`, or the path of a Python file that defines
+    `env.name` is a name in `FACTORIES`, or the path of a Python file that defines
     `make_world(settings, limits)`. A world that runs programs uses the configured sandbox (None: the default).
     Raises ConfigError for an unknown name, a file without that function or that raises, and rewards in which shaping
     could outweigh the outcome; UserError for a missing file or package.
@@ -68,7 +72,8 @@ def _one_world(name: str, settings: Mapping[str, object], rollout: RolloutConfig
             "The run was trained on an agent function, which a command cannot load.",
             "Use ludus.evaluate or ludus.rollout with world=AgentWorld.of(agent, tasks, reward) (docs/use/agents.md).",
         )
-    found = resolve_name(WORLDS[name]) if name in WORLDS else find_plugin("worlds", path, "env.name", WORLDS)
+    known = resolve_name(FACTORIES[name]) if name in FACTORIES else None
+    found = known or find_plugin("worlds", path, "env.name", FACTORIES)
     factory = cast(Callable[[Mapping[str, object], ToolLimits], World], found)
     with plugin_errors(str(file), file.resolve()) if file else nullcontext():
         world = factory(settings, limits)

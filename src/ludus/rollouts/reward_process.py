@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig, SandboxConfig
 from ludus.envs.base import World
-from ludus.envs.registry import WORLDS, build_world
+from ludus.envs.registry import FACTORIES, build_world
 from ludus.errors import LudusError
 from ludus.ipc import frame, read_frame
 from ludus.plugins import plugin_line
@@ -107,8 +107,8 @@ def fork_on_demand(control: str) -> None:
             if not descriptors:
                 return
             with suppress(ImportError):  # raised again by the process that builds the world
-                for name in set(names.decode().split(",")) & set(WORLDS):
-                    importlib.import_module(WORLDS[name].partition(":")[0])
+                for name in set(names.decode().split(",")) & set(FACTORIES):
+                    importlib.import_module(FACTORIES[name].partition(":")[0])
             if os.fork() == 0:
                 requests.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)

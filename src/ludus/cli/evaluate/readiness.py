@@ -23,7 +23,7 @@ from ludus.config.schema import Config
 from ludus.engines.remote.api_adapters import ModelList
 from ludus.engines.remote.http_client import check_reachable, get_once
 from ludus.envs.base import World
-from ludus.envs.registry import WORLDS, build_world, check_sandbox, closing, plugin_tools
+from ludus.envs.registry import FACTORIES, build_world, check_sandbox, closing, plugin_tools
 from ludus.errors import EngineError, LudusError, UserError, WorldError, did_you_mean
 from ludus.evaluation import readiness
 from ludus.evaluation.evaluate import Conditions, Evaluation, EvaluationPlan, check_split, evaluate
@@ -134,9 +134,9 @@ def resolved_model(args: argparse.Namespace) -> argparse.Namespace:
 def readiness_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     """Return the configuration of a recipe, or the defaults with another environment."""
     shortcuts = [] if args.endpoint else model_settings(args.model, args.target)
-    is_environment = args.target in WORLDS or args.target.partition(":")[0].endswith(".py")
+    is_environment = args.target in FACTORIES or args.target.partition(":")[0].endswith(".py")
     if not is_recipe(args.target) and not is_environment:
-        names = sorted({*WORLDS, *(one.name for one in list_recipes())})
+        names = sorted({*FACTORIES, *(one.name for one in list_recipes())})
         hint = f"{did_you_mean(args.target, names)}Known: {', '.join(names)}; files end in .toml or .py."
         raise UserError(f"Unknown environment {args.target!r}.", hint)
     return environment_config(args.target, ["--rollout.max_failure_rate", "1.0", *shortcuts, *overrides])

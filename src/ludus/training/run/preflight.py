@@ -21,7 +21,7 @@ from ludus.diagnostics.metrics import step_metrics
 from ludus.diagnostics.trackers import find_tracker
 from ludus.engines.control_tokens import read_token
 from ludus.engines.models import smollm2
-from ludus.envs.registry import WORLDS
+from ludus.envs.registry import FACTORIES
 from ludus.errors import StorageError, UserError, did_you_mean
 from ludus.plugins import find_plugin
 from ludus.recipes import list_recipes
@@ -95,7 +95,7 @@ def model_path(config: Config) -> str:
     if folder is None or not folder.is_dir():
         raise UserError(
             f"model.path is not set, and no cold start is packaged for env.name = {config.env.name!r}.",
-            f"{did_you_mean(config.env.name, WORLDS)}Set --model.path to a checkpoint or a model name, "
+            f"{did_you_mean(config.env.name, FACTORIES)}Set --model.path to a checkpoint or a model name, "
             "or train one with `ludus sft`.",
         )
     if config.env.rendering != "chat":
