@@ -21,6 +21,7 @@ QUICK = {
     "proofs": ("proofs", {"num_tasks": 60}, 12),
     "math with a calculator": ("math", {"tool": "calculator", "num_tasks": 60}, 12),
     "math without tools": ("math", {"tool": "none", "num_tasks": 60}, 12),
+    "puzzles": ("puzzles", {"levels": [1], "num_tasks": 60}, 12),
     "search": ("search", {}, 8),
     "sql": ("sql", {"tasks": 60}, 8),
 }

@@ -31,6 +31,7 @@ WORLDS: Mapping[str, str] = {
     "math": "ludus.worlds.math.world:make_math_world",
     "proofs": "ludus.worlds.proofs.world:make_proofs_world",
     "proposals": "ludus.worlds.proposals.world:make_proposals_world",
+    "puzzles": "ludus.worlds.puzzles.world:make_puzzles_world",
     "search": "ludus.worlds.search.world:make_search_world",
     "sql": "ludus.worlds.sql.world:make_sql_world",
     "terminal": "ludus.worlds.terminal.world:make_terminal_world",

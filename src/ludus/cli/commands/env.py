@@ -112,7 +112,7 @@ def _process_world(args: argparse.Namespace, console: Console, world: World, con
 
 
 def _worlds_table() -> FittedTable:
-    recipes = {load_config(recipe.config).env.name: recipe for recipe in reversed(list_recipes())}
+    recipes = {load_config(recipe.config).env.name: recipe for recipe in list_recipes()}
     found = ((name, recipes.get(name)) for name in sorted(WORLDS))
     rows = ((name, one and one.name, one and one.title.removeprefix(f"{one.name}: ")) for name, one in found)
     return make_table(("world", "recipe", TableColumn("description", wrap=True)), rows)

@@ -20,11 +20,9 @@ from ludus.envs.messages import assistant
 from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import Dialogue, split_of
-from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 from ludus.types import Action, Message, StepResult, Task, Trajectory
 from ludus.worlds.games.kuhn import Kuhn
-from ludus.worlds.games.single.world import PUZZLES, SingleGameSettings, make_single_game_world
 from ludus.worlds.games.tictactoe import TicTacToe
 
 Opponent = Literal["self", "past", "random", "expert"]
@@ -183,18 +181,8 @@ class GamesWorld(World):
                 position += move[0]
 
 
-def make_games_world(settings: Mapping[str, object], limits: ToolLimits) -> World:
-    """Build the world of a game for two players or for one (the registered factory).
-
-    Raises ConfigError for invalid settings.
-    """
-    name = settings.get("game", "tictactoe")
-    if name == "all" or name in PUZZLES:
-        return make_single_game_world(read_settings(SingleGameSettings, settings))
-    if name not in GAMES:
-        raise ConfigError(
-            f"env.settings.game (= {name!r}) is not a game.", f"Games: {', '.join([*GAMES, *PUZZLES, 'all'])}."
-        )
+def make_games_world(settings: Mapping[str, object], limits: ToolLimits) -> GamesWorld:
+    """Build the world (the registered factory). Raises ConfigError for invalid settings."""
     chosen = read_settings(GamesSettings, settings)
     game = GAMES[chosen.game]()
     lists: dict[str, list[Task]] = {"train": [], "validation": [], "test": []}

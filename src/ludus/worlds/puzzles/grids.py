@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Final
 
-from ludus.worlds.games.single.base import Level, Puzzle, View, shortest
+from ludus.worlds.puzzles.base import Level, Puzzle, View, shortest
 
 Cell = tuple[int, int]
 

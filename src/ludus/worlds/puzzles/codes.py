@@ -12,7 +12,7 @@ from itertools import product
 from typing import ClassVar
 
 from ludus.envs.simulator_world import Observation
-from ludus.worlds.games.single.base import Level, Puzzle, View
+from ludus.worlds.puzzles.base import Level, Puzzle, View
 
 
 def letters(guess: str, secret: str) -> str:
@@ -35,7 +35,7 @@ def pins(guess: str, secret: str) -> str:
 @cache
 def words(length: int) -> tuple[str, ...]:
     """Return the words of a length in the data file."""
-    text = (files("ludus.worlds.games") / "data/words.txt").read_text("utf-8")
+    text = (files("ludus.worlds.puzzles") / "data/words.txt").read_text("utf-8")
     return tuple(word for word in text.split() if len(word) == length)
 
 

@@ -1,4 +1,4 @@
-"""Tasks of the games for one player, over `SimulatorWorld`."""
+"""The puzzles world: nine games for one player."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from typing import Final, Literal, get_args
 
 from pydantic import Field
 
-from ludus.envs.settings import WorldSettings
+from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.simulator_world import SimulatorWorld, make_task
+from ludus.envs.tool_env import ToolLimits
 from ludus.types import Task
-from ludus.worlds.games.single.base import Level, Puzzle, View
-from ludus.worlds.games.single.codes import Mastermind, Wordle
-from ludus.worlds.games.single.grids import FrozenLake, Maze, Sokoban
-from ludus.worlds.games.single.numbers import Bandit, Blackjack, Game2048, Hanoi
+from ludus.worlds.puzzles.base import Level, Puzzle, View
+from ludus.worlds.puzzles.codes import Mastermind, Wordle
+from ludus.worlds.puzzles.grids import FrozenLake, Maze, Sokoban
+from ludus.worlds.puzzles.numbers import Bandit, Blackjack, Game2048, Hanoi
 
-SingleGame = Literal["frozenlake", "sokoban", "maze", "2048", "blackjack", "hanoi", "bandit", "wordle", "mastermind"]
+Game = Literal["frozenlake", "sokoban", "maze", "2048", "blackjack", "hanoi", "bandit", "wordle", "mastermind"]
 """Games for one player."""
-PUZZLES: Final[Mapping[SingleGame, type[Puzzle]]] = {
+PUZZLES: Final[Mapping[Game, type[Puzzle]]] = {
     "frozenlake": FrozenLake,
     "sokoban": Sokoban,
     "maze": Maze,
@@ -35,10 +36,10 @@ _LEVELS: Final[Sequence[Level]] = get_args(Level)
 _TRIES_PER_TASK: Final = 4
 
 
-class SingleGameSettings(WorldSettings):
-    """Settings of the games for one player (`env.settings`)."""
+class PuzzlesSettings(WorldSettings):
+    """Settings of the puzzles world (`env.settings`)."""
 
-    game: SingleGame | Literal["all"] = "all"
+    game: Game | Literal["all"] = "all"
     levels: tuple[Level, ...] = Field((1, 2), min_length=1)
     """Sizes of the games in all splits but `composition`, which has level 3."""
     view: View = "grid"
@@ -52,35 +53,36 @@ class SingleGameSettings(WorldSettings):
     seed: int = 0
 
 
-def make_puzzle(task: Task, settings: SingleGameSettings) -> Puzzle:
+def make_puzzle(task: Task, settings: PuzzlesSettings) -> Puzzle:
     """Return the game of a task in its initial state."""
     game = next(name for name in PUZZLES if name == task.tags["game"])
     level = next(one for one in _LEVELS if str(one) == task.tags["level"])
     return _new(game, level, task.seed, settings)
 
 
-def make_single_game_world(settings: SingleGameSettings) -> SimulatorWorld:
-    """Build the world with the tasks of the chosen games, which take turns in every split."""
-    games = list(PUZZLES) if settings.game == "all" else [settings.game]
+def make_puzzles_world(settings: Mapping[str, object], limits: ToolLimits) -> SimulatorWorld:
+    """Build the world (the registered factory); games take turns in every split. Raises ConfigError."""
+    chosen = read_settings(PuzzlesSettings, settings)
+    games = list(PUZZLES) if chosen.game == "all" else [chosen.game]
     lists: dict[str, list[Task]] = {split: [] for split in (*_SHARES, "composition")}
     for game in games:
-        for level in sorted({*settings.levels, 3}):
-            for split, tasks in _tasks(game, level, settings).items():
+        for level in sorted({*chosen.levels, 3}):
+            for split, tasks in _tasks(game, level, chosen).items():
                 lists[split] += tasks
-    rng = random.Random(f"games:{settings.seed}")
+    rng = random.Random(f"puzzles:{chosen.seed}")
     for tasks in lists.values():
         rng.shuffle(tasks)
-    return SimulatorWorld("games", lists, partial(make_puzzle, settings=settings), flaw=settings.flaw)
+    return SimulatorWorld("puzzles", lists, partial(make_puzzle, settings=chosen), flaw=chosen.flaw)
 
 
-def _new(game: SingleGame, level: Level, seed: int, settings: SingleGameSettings) -> Puzzle:
+def _new(game: Game, level: Level, seed: int, settings: PuzzlesSettings) -> Puzzle:
     puzzle = PUZZLES[game](random.Random(f"{game}:{level}:{seed}"), level, settings.view)
     if isinstance(puzzle, FrozenLake):
         puzzle.slip = settings.slip
     return puzzle
 
 
-def _tasks(game: SingleGame, level: Level, settings: SingleGameSettings) -> dict[str, list[Task]]:
+def _tasks(game: Game, level: Level, settings: PuzzlesSettings) -> dict[str, list[Task]]:
     """Return the tasks of one game and level by split; no two have the same initial state."""
     rng, seen = random.Random(f"tasks:{game}:{level}:{settings.seed}"), set[str]()
     found: dict[str, list[Task]] = {split: [] for split in (*_SHARES, "composition")}

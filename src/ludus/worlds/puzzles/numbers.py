@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import permutations
 from typing import ClassVar, Final
 
-from ludus.worlds.games.single.base import Level, Puzzle, View, shortest
+from ludus.worlds.puzzles.base import Level, Puzzle, View, shortest
 
 Rows = tuple[tuple[int, ...], ...]
 _SIZE: Final = 4

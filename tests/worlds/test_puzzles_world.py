@@ -9,18 +9,17 @@ import pytest
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError
 from ludus.types import Action
-from ludus.worlds.games.single.codes import letters, pins
-from ludus.worlds.games.single.grids import FrozenLake, Sokoban
-from ludus.worlds.games.single.numbers import Blackjack, merged, turned
-from ludus.worlds.games.single.world import PUZZLES
-from ludus.worlds.games.world import make_games_world
+from ludus.worlds.puzzles.codes import letters, pins
+from ludus.worlds.puzzles.grids import FrozenLake, Sokoban
+from ludus.worlds.puzzles.numbers import Blackjack, merged, turned
+from ludus.worlds.puzzles.world import PUZZLES, make_puzzles_world
 
 LOST_BY_CHANCE = {"blackjack": 0.3, "bandit": 0.7}
 """Minimum success of the experts of games of chance; all others win always."""
 
 
 def world_of(**settings):
-    return make_games_world({"num_tasks": 100, **settings}, ToolLimits())
+    return make_puzzles_world({"num_tasks": 100, **settings}, ToolLimits())
 
 
 def play(puzzle, choose, limit=300):
@@ -144,8 +143,8 @@ def test_blackjack_counts_aces():
 def test_games_and_settings_that_do_not_exist_are_named():
     with pytest.raises(ConfigError, match="chess"):
         world_of(game="chess")
-    with pytest.raises(ConfigError, match="opponents"):
-        world_of(game="2048", opponents=["self"])
+    with pytest.raises(ConfigError, match="games"):
+        world_of(games="2048")
 
 
 @pytest.mark.foreign
