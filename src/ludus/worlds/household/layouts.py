@@ -8,6 +8,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
 from importlib import resources
+from itertools import cycle
 from typing import Final, Literal
 
 from ludus.envs.settings import WorldSettings
@@ -16,7 +17,7 @@ Family = Literal["place", "light", "clean", "heat", "cool", "two"]
 FAMILIES: Final[tuple[Family, ...]] = ("place", "light", "clean", "heat", "cool", "two")
 """The six families of ALFWorld."""
 ADJECTIVES: Final = {"clean": "clean", "heat": "hot", "cool": "cold"}
-"""The state of an object after a verb."""
+"""State of an object after a verb."""
 HELD_OUT: Final = 0.2
 """Fraction of the pairs of an object and its goal that are in the split `composition` only."""
 
@@ -36,7 +37,7 @@ class ObjectType(WorldSettings):
     verbs: tuple[Literal["clean", "heat", "cool"], ...] = ()
 
 
-class Catalogue(WorldSettings):
+class RoomData(WorldSettings):
     """The content of `data/rooms.toml`."""
 
     openable: tuple[str, ...]
@@ -47,10 +48,10 @@ class Catalogue(WorldSettings):
 
 
 @cache
-def catalogue() -> Catalogue:
+def room_data() -> RoomData:
     """Return the content of the data file."""
     text = (resources.files("ludus.worlds.household") / "data/rooms.toml").read_text("utf-8")
-    return Catalogue.model_validate(tomllib.loads(text))
+    return RoomData.model_validate(tomllib.loads(text))
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,11 +61,6 @@ class Layout:
     name: str
     room: str
     receptacles: tuple[str, ...]
-
-    @property
-    def kinds(self) -> frozenset[str]:
-        """The kinds of its receptacles."""
-        return frozenset(map(kind_of, self.receptacles))
 
 
 @dataclass(frozen=True, slots=True)
@@ -89,16 +85,15 @@ class Goal:
     def checkpoints(self) -> tuple[str, ...]:
         """The progress checkpoints of the goal."""
         last = {"place": ("put",), "light": ("light",), "two": ("put", "put both")}
-        return ("find", "take", *last.get(self.family, (self.family, "put")))
+        return "find", "take", *last.get(self.family, (self.family, "put"))
 
     @property
     def text(self) -> str:
         """The sentence in the prompt."""
         if self.family == "light":
             return f"Look at {with_article(self.kind)} in the light of {with_article(self.target)}."
-        if self.family == "two":
-            return f"Put two {self.kind}{'es' if self.kind[-1] in 'osxh' else 's'} in/on {with_article(self.target)}."
-        return f"Put {with_article(f'{self.adjective} {self.kind}'.strip())} in/on {with_article(self.target)}."
+        things = with_article(f"{self.adjective} {self.kind}".strip()) + f" and another {self.kind}" * (self.count - 1)
+        return f"Put {things} in/on {with_article(self.target)}."
 
 
 def kind_of(name: str) -> str:
@@ -123,28 +118,22 @@ def is_held_out(kind: str, target: str) -> bool:
     return random.Random(f"household/pair/{kind}/{target}").random() < HELD_OUT
 
 
-def make_layouts(rooms: Sequence[str], num: int, seed: str) -> Iterator[Layout]:
-    """Yield `num` layouts of the rooms in turn; no two have the same receptacles.
-
-    Raises ValueError if a room has too few combinations.
-    """
-    known, rng, seen = catalogue().rooms, random.Random(seed), set()
-    for number in range(num):
-        room = rooms[number % len(rooms)]
-        for _ in range(10_000):
-            counts = {kind: rng.randint(*bounds) for kind, bounds in known[room].receptacles.items()}
-            names = tuple(f"{kind} {n}" for kind, most in counts.items() for n in range(1, most + 1))
-            if (room, names) not in seen:
-                break
-        else:
-            raise ValueError(f"the room {room} has fewer than {num // len(rooms)} layouts")
-        seen.add((room, names))
+def make_layouts(rooms: Sequence[str], seed: str) -> Iterator[Layout]:
+    """Yield layouts of the rooms in turn without end; no two have the same receptacles."""
+    rng = random.Random(seed)
+    seen: set[tuple[str, ...]] = {()}
+    for number, room in enumerate(cycle(rooms)):
+        names: tuple[str, ...] = ()
+        while names in seen:
+            counts = ((kind, rng.randint(*bounds)) for kind, bounds in room_data().rooms[room].receptacles.items())
+            names = tuple(f"{kind} {n}" for kind, most in counts for n in range(1, most + 1))
+        seen.add(names)
         yield Layout(f"{room} {number}", room, names)
 
 
 def goals_of(layout: Layout, families: Sequence[Family]) -> Iterator[Goal]:
     """Yield the goals that are possible in a layout."""
-    data, kinds = catalogue(), layout.kinds
+    data, kinds = room_data(), set(map(kind_of, layout.receptacles))
     objects = data.rooms[layout.room].objects
     lamps = [lamp for lamp in data.lamps if lamp in objects and kinds.intersection(data.objects[lamp].receptacles)]
     for kind in objects:
@@ -161,33 +150,26 @@ def goals_of(layout: Layout, families: Sequence[Family]) -> Iterator[Goal]:
 
 def place_objects(layout: Layout, goal: Goal, num: int, seed: str) -> dict[str, list[str]]:
     """Return the objects in each receptacle: at least `num`, with those of the goal outside of its receptacles."""
-    data, rng = catalogue(), random.Random(seed)
-    by_kind: dict[str, list[str]] = {}
-    for receptacle in layout.receptacles:
-        by_kind.setdefault(kind_of(receptacle), []).append(receptacle)
-    room = data.rooms[layout.room].objects
+    data, rng = room_data(), random.Random(seed)
+    held: dict[str, list[str]] = {place: [] for place in layout.receptacles}
     lamps = [goal.target] if goal.family == "light" else []
-    others = [kind for kind in room if kind not in (goal.kind, *lamps)]
     kinds = [goal.kind] * rng.randint(goal.count, 2) + lamps
-    rng.shuffle(others)
-    for kind in others:
-        if len(kinds) >= num:
-            break
-        kinds += [kind] * (1 if kind in data.lamps else rng.randint(1, 2))
-    held: dict[str, list[str]] = {receptacle: [] for receptacle in layout.receptacles}
-    numbers: dict[str, int] = {}
-    for kind in kinds:
-        places = [p for p in data.objects[kind].receptacles if p in by_kind and (kind, p) != (goal.kind, goal.target)]
-        if places:
-            numbers[kind] = numbers.get(kind, 0) + 1
-            chosen = rng.choices(places, [1 / (rank + 1) for rank in range(len(places))])[0]
-            held[rng.choice(by_kind[chosen])].append(f"{kind} {numbers[kind]}")
+    objects = data.rooms[layout.room].objects
+    for kind in rng.sample(objects, len(objects)):
+        if len(kinds) < num and kind not in (goal.kind, *lamps):
+            kinds += [kind] * (1 if kind in data.lamps else rng.randint(1, 2))
+    for place, kind in enumerate(kinds):
+        likely = data.objects[kind].receptacles
+        weights = {p: 1 / (1 + likely.index(kind_of(p))) for p in held if kind_of(p) in likely}
+        if kind == goal.kind:
+            weights = {p: weight for p, weight in weights.items() if kind_of(p) != goal.target}
+        if weights:
+            chosen = rng.choices(list(weights), list(weights.values()))[0]
+            held[chosen].append(f"{kind} {kinds[: place + 1].count(kind)}")
     return held
 
 
-def ranked(layout: Layout, kind: str) -> Iterator[str]:
-    """Yield the receptacles of a layout in the order in which to search for a kind: the likeliest first."""
-    likely = catalogue().objects[kind].receptacles
-    for place in likely:
-        yield from (name for name in layout.receptacles if kind_of(name) == place)
-    yield from (name for name in layout.receptacles if kind_of(name) not in likely)
+def ranked(layout: Layout, kind: str) -> list[str]:
+    """Return the receptacles of a layout in the order in which to search for a kind: the likeliest first."""
+    likely = room_data().objects[kind].receptacles
+    return sorted(layout.receptacles, key=lambda name: (*likely, kind_of(name)).index(kind_of(name)))

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ludus.envs.simulator_world import Observation, Simulator
-from ludus.worlds.household.layouts import ADJECTIVES, Goal, Layout, catalogue, kind_of, listed, ranked
+from ludus.worlds.household.layouts import ADJECTIVES, Goal, Layout, kind_of, listed, ranked, room_data
 
 NOTHING = "Nothing happens."
 _PUT = re.compile(r"^put (.+) (?:in|on) ")
@@ -73,7 +73,7 @@ class Household(Simulator):
             place = self._search(goal.target)
             return self._reach(place) or f"use {self._visible_at(place, goal.target)}"
         if goal.adjective and goal.adjective not in self._states.get(held, ()):
-            device = self._first(catalogue().devices[goal.family])
+            device = self._first(room_data().devices[goal.family])
             return f"go to {device}" if self._at != device else f"{goal.family} {held} with {device}"
         target = self._first(goal.target)
         return self._reach(target) or f"put {held} in/on {target}"
@@ -102,11 +102,11 @@ class Household(Simulator):
         return f"open {place}" if self._closed(place) else ""
 
     def _closed(self, place: str) -> bool:
-        return kind_of(place) in catalogue().openable and place not in self._open
+        return kind_of(place) in room_data().openable and place not in self._open
 
     def _moves(self) -> dict[str, tuple[str, str]]:
         """Return the valid actions, each with its verb and object."""
-        at, held, data = self._at, self._held, catalogue()
+        at, held, data = self._at, self._held, room_data()
         moves = {f"go to {place}": ("go to", place) for place in self.layout.receptacles if place != at}
         if at and kind_of(at) in data.openable:
             verb = "open" if self._closed(at) else "close"

@@ -26,12 +26,12 @@ from ludus.worlds.household.layouts import (
     Family,
     Goal,
     Layout,
-    catalogue,
     goals_of,
     is_held_out,
     kind_of,
     make_layouts,
     place_objects,
+    room_data,
 )
 from ludus.worlds.household.simulator import Household
 
@@ -47,11 +47,13 @@ Room = Literal["kitchen", "bedroom", "bathroom", "living room"]
 class HouseholdSettings(WorldSettings):
     """Settings of the household world (`env.settings`)."""
 
-    rooms: tuple[Room, ...] = Field(("kitchen", "bedroom", "kitchen", "bathroom", "kitchen", "living room"), min_length=1)
+    rooms: tuple[Room, ...] = Field(
+        ("kitchen", "bedroom", "kitchen", "bathroom", "kitchen", "living room"), min_length=1
+    )
     """Rooms of the layouts in turn, except of those of `composition`, which are studios."""
     families: tuple[Family, ...] = Field(FAMILIES, min_length=1)
     """Families of the goals: `place`, `light`, `clean`, `heat`, `cool`, `two`."""
-    num_layouts: int = Field(500, ge=20, le=2000)
+    num_layouts: int = Field(500, ge=20, le=1000)
     """Layouts of all splits together. Splits share no layout."""
     tasks_per_layout: int = Field(12, ge=1)
     """Tasks in each layout, with other goals and places of objects; fewer if it has fewer goals."""
@@ -128,11 +130,10 @@ def goal_of(task: Task) -> Goal:
 def split_layouts(settings: HouseholdSettings) -> dict[str, list[Layout]]:
     """Return the layouts of each split."""
     name = f"household/{settings.seed}"
-    num = {split: round(share * settings.num_layouts) for split, share in SPLITS.items()}
-    studios = tuple(room for room, data in catalogue().rooms.items() if data.held_out)
-    seen = make_layouts(settings.rooms, settings.num_layouts - num["composition"], name)
-    new = make_layouts(studios, num["composition"], f"{name}/composition")
-    return {split: list(islice(new if split == "composition" else seen, num[split])) for split in SPLITS}
+    seen = make_layouts(settings.rooms, name)
+    new = make_layouts([room for room, data in room_data().rooms.items() if data.held_out], f"{name}/composition")
+    sizes = ((split, round(share * settings.num_layouts)) for split, share in SPLITS.items())
+    return {split: list(islice(new if split == "composition" else seen, size)) for split, size in sizes}
 
 
 def tasks_of(layout: Layout, split: str, settings: HouseholdSettings) -> Iterator[Task]:
