@@ -77,19 +77,22 @@ def distances(goal: Cell) -> dict[Cell, int]:
 
 
 class Maze(Simulator):
-    """A walk from a start to a goal. An observation is the cell and the goal; a wall stops a step."""
+    """A walk from a start to a goal. An observation is the cell, the first one also the goal; a wall stops a step."""
 
     def __init__(self, start: Cell, goal: Cell) -> None:
         self.cell, self.goal = start, goal
 
     def reset(self) -> str:
-        return "at {} {} to {} {}".format(*self.cell, *self.goal)
+        return "{}, goal {} {}".format(self.look(), *self.goal)
+
+    def look(self) -> str:
+        return "at {} {}".format(*self.cell)
 
     def step(self, action: str) -> Observation:
         if valid := action in self.actions():
             self.cell = beside(self.cell, action)
         self.success = float(self.cell == self.goal)
-        return Observation(self.reset(), done=bool(self.success), valid=valid)
+        return Observation(self.look(), done=bool(self.success), valid=valid)
 
     def actions(self) -> Sequence[str]:
         return [move for move in MOVES if (self.cell, move) in passages()]
@@ -131,7 +134,7 @@ class Walk(NamedTuple):
     def pairs(self) -> list[Message]:
         """Return the prompts of the inverse-dynamics model, one for each action."""
         seen = zip(self.observations, self.observations[1:], strict=False)
-        return [Message(role="user", content=f"{before}\n{after}\nWhich step was this?") for before, after in seen]
+        return [Message(role="user", content=f"{before}\n{after}") for before, after in seen]
 
     def dialogue(self, actions: Sequence[str]) -> list[Message]:
         """Return the walk as a dialogue with these actions."""
@@ -148,7 +151,7 @@ def record_walks(world: SimulatorWorld, num: int, seed: int) -> list[Walk]:
     while len(walks) < num:
         task = rng.choice(world.tasks("train"))
         maze = maze_of(task)
-        walk, done = Walk(task, [maze.reset()], []), False
+        walk, done = Walk(task, [maze.look()], []), False
         while not done:
             action = rng.choice(maze.actions()) if rng.random() < DETOURS else maze.expert_action()
             text, _, done, _ = maze.step(action)
