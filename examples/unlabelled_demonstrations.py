@@ -242,7 +242,7 @@ def run_pipeline(
 def main() -> None:
     parser = argparse.ArgumentParser(formatter_class=argparse.ArgumentDefaultsHelpFormatter)
     parser.add_argument("--folder", type=Path, default=Path("runs/unlabelled"))
-    numbers = {"labelled": 40, "unlabelled": 600, "steps": 600, "rl-steps": 40, "seed": 0}
+    numbers = {"labelled": 20, "unlabelled": 600, "steps": 600, "rl-steps": 40, "seed": 0}
     for name, default in numbers.items():
         parser.add_argument(f"--{name}", type=int, default=default)
     run_pipeline(**vars(parser.parse_args()))
