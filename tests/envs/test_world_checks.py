@@ -39,6 +39,7 @@ TURNS = 16
 """As many as the oracle of `math` takes on the highest level, and more."""
 ELSEWHERE = {
     "games": "test_games_world.py, against opponents",
+    "household": "test_household_world.py, with more turns",
     "proposals": "test_proposals_world.py, with a proposer",
     "swe": "test_swe_world.py, on a package of its own",
 }

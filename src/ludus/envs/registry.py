@@ -28,6 +28,7 @@ WORLDS: Mapping[str, str] = {
     "functions": "ludus.worlds.functions.world:make_functions_world",
     "games": "ludus.worlds.games.world:make_games_world",
     "guess": "ludus.worlds.guess.world:make_guess_world",
+    "household": "ludus.worlds.household.world:make_household_world",
     "math": "ludus.worlds.math.world:make_math_world",
     "proofs": "ludus.worlds.proofs.world:make_proofs_world",
     "proposals": "ludus.worlds.proposals.world:make_proposals_world",

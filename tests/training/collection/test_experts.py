@@ -133,6 +133,7 @@ WORLDS_WITH_EXPERTS = {
     "code": {},
     "functions": {"num_tasks": 40},
     "guess": {},
+    "household": {"num_layouts": 20},
     "math": {"tool": "calculator", "num_tasks": 60},
     "proofs": {"num_tasks": 40},
     "puzzles": {"levels": [1], "num_tasks": 40},

@@ -1,0 +1,1 @@
+"""The household world: find objects in rooms, change them, and bring them to places."""
