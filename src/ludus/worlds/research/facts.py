@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cache, cached_property
 from typing import NamedTuple
 
@@ -80,6 +80,7 @@ class Facts:
 
     countries: Mapping[str, Country]
     places: Mapping[str, Place]
+    _nearest: dict[str, tuple[Place, int] | None] = field(default_factory=dict, repr=False, compare=False)
 
     @cached_property
     def _by_country(self) -> Mapping[tuple[str, str], list[Place]]:
@@ -106,9 +107,11 @@ class Facts:
 
     def nearest(self, place: Place) -> tuple[Place, int] | None:
         """Return the nearest other place of its kind in its country, and the distance in km; None if it is alone."""
-        others = (one for one in self.of_country(place.country, place.kind) if one is not place)
-        found = min(((distance_km(place, one), one.title) for one in others), default=None)
-        return None if found is None else (self.places[found[1]], round(found[0]))
+        if place.title not in self._nearest:
+            others = (one for one in self.of_country(place.country, place.kind) if one is not place)
+            found = min(((distance_km(place, one), one) for one in others), default=None)
+            self._nearest[place.title] = found and (found[1], round(found[0]))
+        return self._nearest[place.title]
 
 
 @cache

@@ -18,7 +18,7 @@ from zlib import crc32
 
 from ludus.tools.base import Tool, ToolError, Traits, tool
 from ludus.tools.search import PassageIndex, search_tool
-from ludus.types import Trajectory
+from ludus.types import ToolOutcome, ToolStatus
 from ludus.worlds.research.facts import KINDS, Country, Facts, Place, load_facts
 
 OPEN, FIND = "open", "find"
@@ -51,7 +51,7 @@ def list_title(country: str, kind: str) -> str:
 class Web:
     """All pages. `part_chars` is the length of a part, `injected` the fraction of pages with an order to the reader."""
 
-    part_chars: int = 400
+    part_chars: int = 240
     injected: float = 0.0
 
     @property
@@ -151,6 +151,21 @@ class Web:
             raise ToolError(f"There is no page {page!r}. Use a title from search, or from a link.")
         return found
 
+    def open(self, page: str, part: int = 1) -> str:
+        """Return a part of a page below its title. Raises ToolError."""
+        title = self.resolve(page)
+        parts = self.parts(title)
+        if not 1 <= part <= len(parts):
+            raise ToolError(f"The page {title!r} has {len(parts)} parts.")
+        head = f"{title} (part {part} of {len(parts)})" if len(parts) > 1 else title
+        return f"{head}\n{parts[part - 1]}"
+
+    def find(self, page: str, text: str) -> str:
+        """Return the lines of a page that contain the whole words of a text, below its title. Raises ToolError."""
+        title = self.resolve(page)
+        found = [line for line in self.lines(title) if contains(line, text)][:MAX_LINES]
+        return "\n".join([title, *found]) if found else f"The page {title!r} does not contain it."
+
     def tools(self, num_results: int) -> tuple[Tool, Tool, Tool]:
         """Return the stateless tools `search`, `open` and `find`."""
 
@@ -162,12 +177,7 @@ class Web:
                 page: its title.
                 part: the number of the part.
             """
-            title = self.resolve(page)
-            parts = self.parts(title)
-            if not 1 <= part <= len(parts):
-                raise ToolError(f"The page {title!r} has {len(parts)} parts.")
-            head = f"{title} (part {part} of {len(parts)})" if len(parts) > 1 else title
-            return f"{head}\n{parts[part - 1]}"
+            return self.open(page, part)
 
         @tool(traits=Traits(latency="instant"), name=FIND)
         async def find_text(page: str, text: str) -> str:
@@ -177,12 +187,14 @@ class Web:
                 page: its title.
                 text: the words to look for.
             """
-            title = self.resolve(page)
-            wanted = re.compile(rf"(?<!\w){re.escape(text.strip())}(?!\w)", re.I)
-            found = [line for line in self.lines(title) if wanted.search(line)][:MAX_LINES]
-            return "\n".join([title, *found]) if found else f"The page {title!r} does not contain it."
+            return self.find(page, text)
 
         return search_tool(_index(), num_results), open_page, find_text
+
+
+def contains(line: str, text: str) -> bool:
+    """Return whether a line contains the whole words of a text, in any case."""
+    return re.search(rf"(?<!\w){re.escape(text.strip())}(?!\w)", line, re.I) is not None
 
 
 @cache
@@ -191,7 +203,7 @@ def _index() -> PassageIndex:
     return PassageIndex([web.snippet(title) for title in web.titles])
 
 
-def opened_pages(trajectory: Trajectory) -> tuple[frozenset[str], ...]:
-    """Return the titles of the pages that each call opened or found a text in, in the order of the outcomes."""
-    calls = (o for o in trajectory.outcomes if o.tool in (OPEN, FIND) and o.status == "ok")
-    return tuple(frozenset([o.output.split("\n")[0].split(" (part ")[0]]) for o in calls)
+def opened_page(outcome: ToolOutcome) -> str:
+    """Return the title of the page that a call opened, or in which it found a text; empty for other calls."""
+    succeeded = outcome.tool in (OPEN, FIND) and outcome.status is ToolStatus.OK
+    return outcome.output.split("\n")[0].split(" (part ")[0] if succeeded else ""

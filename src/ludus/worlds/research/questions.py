@@ -33,18 +33,16 @@ class Shape(NamedTuple):
     kind: str
 
 
+WHERE: Final = {"named": 0, "capital": 1, "borders": 2}
+"""Number of pages that identify the country."""
+PLAIN: Final = {"lookup": 1, "follow": 2, "filter": 3}
+"""What is asked without a computation, and the number of pages that it needs in the country."""
 LEVELS: Final[Mapping[Shape, int]] = {
-    **{Shape("named", "lookup", kind): 1 for kind in KINDS},
-    **{Shape(*pair, kind): 2 for pair in (("capital", "lookup"), ("named", "follow")) for kind in KINDS},
     **{
-        Shape(*pair, kind): 3
-        for pair in (("capital", "follow"), ("borders", "lookup"), ("named", "filter"))
+        Shape(where, asked, kind): min(WHERE[where] + PLAIN[asked], 4)
         for kind in KINDS
-    },
-    **{
-        Shape(*pair, kind): 4
-        for pair in (("capital", "filter"), ("borders", "follow"), ("borders", "filter"))
-        for kind in KINDS
+        for asked in PLAIN
+        for where in WHERE
     },
     Shape("named", "distance", "airport"): 5,
     Shape("named", "total", "city"): 5,
@@ -138,11 +136,12 @@ def _where(facts: Facts, country: Country, how: str) -> tuple[str, tuple[Step, .
     if how == "named":
         return country.title, ()
     if how == "capital":
-        step = Step(country.capital, (), country.capital)
+        step = Step(country.capital, (f"[{country.title}]",), country.capital)
         return (fill("where", how, {"capital": country.capital}), (step,)) if country.capital else None
     for pair in combinations(country.borders, 2):
         if [one for one in facts.countries.values() if set(pair) <= set(one.borders)] == [country]:
-            steps = tuple(Step(title, (), facts.countries[title].capital or title) for title in pair)
+            link = (f"[{country.title}]",)
+            steps = tuple(Step(title, link, facts.countries[title].capital or title) for title in pair)
             return fill("where", how, {"borders": " and ".join(pair)}), steps
     return None
 
@@ -189,7 +188,7 @@ def _follow(facts: Facts, country: Country, kind: str, rng: random.Random) -> Fo
     wrong = tuple(one.title for one in others if one is not None and one != target)
     if target is None:
         return None
-    steps = (found.steps[0]._replace(guess=title), Step(title, (), title))
+    steps = (found.steps[0]._replace(guess=title), Step(title, (f"[{target.title}]",), title))
     return found._replace(answers=target.spellings, steps=steps, near_misses=(*wrong, title))
 
 
@@ -206,7 +205,7 @@ def _filter(facts: Facts, country: Country, kind: str, rng: random.Random) -> Fo
     others = [one.title for one in candidates if one is not target]
     if any(distances[title] == distance for title in others):
         return None
-    above = (Step(one.title, (), one.title) for one in candidates)
+    above = (Step(one.title, (f"{distances[one.title]} km",), one.title) for one in candidates)
     steps = (Step(list_title(country.title, kind), (), others[0]), *above)
     also = [one.title for one in places[num:] if distances[one.title] == distance]
     return Found({"value": limit, "distance": distance}, target.spellings, steps, (*others, *also))
@@ -225,7 +224,7 @@ def _distance(facts: Facts, country: Country, kind: str, rng: random.Random) -> 
     misses = [str(round(distance_km(facts.places[title], other))) for title in wrong if title != other.title]
     guess, title = str(nearest[0][1] if nearest[0] else 0), list_title(country.title, kind)
     rows = (Step(title, clues, guess), Step(title, more, guess))
-    steps = (*rows, Step(one.title, (), guess), Step(other.title, (), guess))
+    steps = (*rows, *(Step(place.title, (f"{place.lat}", f"{place.lon}"), guess) for place in (one, other)))
     given = {"clues": ", ".join(clues), "others": ", ".join(more)}
     program = (
         "from math import *\n"

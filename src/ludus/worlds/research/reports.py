@@ -72,7 +72,8 @@ class Report:
     @property
     def steps(self) -> tuple[Step, ...]:
         """The pages that the report needs."""
-        return Step(list_title(self.country, self.kind), (), ""), *(Step(one.title, (), "") for one in self.items)
+        places = (Step(one.title, (f"{one.distance} km",), "") for one in self.items)
+        return Step(list_title(self.country, self.kind), (), ""), *places
 
     @property
     def pages(self) -> frozenset[str]:
@@ -155,7 +156,10 @@ def report_score(report: Report, holds: Mapping[str, bool]) -> float:
 
 
 def _marked(report: Report, text: str) -> list[str]:
-    """Return the sentences of a text. A title becomes its number between NUL characters; citations of others are removed."""
+    """Return the sentences of a text, without citations.
+
+    The title of a place becomes its number between NUL characters.
+    """
     titles = [one.title for one in report.items]
     kept = _CITATION.sub(lambda found: found[1] if found[1].strip() in titles else " ", text)
     longest = sorted(titles, key=len, reverse=True)
