@@ -134,6 +134,7 @@ WORLDS_WITH_EXPERTS = {
     "functions": {"num_tasks": 40},
     "guess": {},
     "math": {"tool": "calculator", "num_tasks": 60},
+    "research": {"num_tasks": 40},
     "search": {},
     "sql": {"tasks": 60},
     "terminal": {},

@@ -16,7 +16,7 @@ from zlib import crc32
 
 from ludus.rewards.exact_match import ExpectedAnswers
 from ludus.worlds.research.facts import KINDS, Country, Facts, Place, distance_km
-from ludus.worlds.research.pages import fill, list_title
+from ludus.worlds.research.pages import contains, fill, list_title
 
 Level = Literal[1, 2, 3, 4, 5]
 MAX_ROWS: Final = 30
@@ -119,15 +119,19 @@ def questions(facts: Facts, split: str, shapes: Sequence[Shape], num: int, seed:
 
 
 def make_question(facts: Facts, country: Country, shape: Shape, rng: random.Random) -> Question | None:
-    """Return a question about a country; None if this draw has no unique answer or no near miss."""
+    """Return a question about a country.
+
+    None if this draw has no unique answer, no near miss, or its answer in its text."""
     where, found = _where(facts, country, shape.where), ASKED[shape.asked](facts, country, shape.kind, rng)
     if where is None or found is None:
         return None
     phrase, steps = where
     wrong = tuple(dict.fromkeys(one for one in found.near_misses if one not in found.answers))
-    if not wrong:
+    if not wrong or {step.title for step in steps} & {step.title for step in found.steps}:
         return None
     text = fill(shape.kind, shape.asked, {"where": phrase, **found.given}, f"{found.answers[0]}{found.given}")
+    if contains(text, found.answers[0]):
+        return None
     return Question(found.answers, text, shape, (*steps, *found.steps), wrong, found.program)
 
 

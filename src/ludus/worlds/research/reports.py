@@ -55,7 +55,7 @@ class Rubric(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Report:
+class ExpectedReport:
     """The truth of a report: places by title, and how many the whole list has."""
 
     kind: str
@@ -109,7 +109,7 @@ class Report:
         return "\n".join([*lines, " ".join(f"[{step.title}]" for step in self.steps)])
 
 
-def reports(facts: Facts, split: str, num: int, seed: str) -> Iterator[Report]:
+def reports(facts: Facts, split: str, num: int, seed: str) -> Iterator[ExpectedReport]:
     """Yield up to `num` different reports on three to six places of the countries of a split."""
     options = [(one.title, kind, size) for one in countries_of(facts, split) for kind in KINDS for size in range(3, 7)]
     random.Random(f"reports:{split}:{seed}").shuffle(options)
@@ -120,7 +120,7 @@ def reports(facts: Facts, split: str, num: int, seed: str) -> Iterator[Report]:
         chosen = sorted(listed[:size], key=lambda one: one.title)
         nearest = [facts.nearest(one) for one in chosen]
         items = (Item(one.title, one.value, near[1]) for one, near in zip(chosen, nearest, strict=True) if near)
-        yield Report(kind, country, listed[size].value, tuple(items), len(listed))
+        yield ExpectedReport(kind, country, listed[size].value, tuple(items), len(listed))
         num -= 1
 
 
@@ -129,10 +129,10 @@ def leaves(task: Task, text: str, opened: Collection[str] | None = None) -> Mapp
 
     `opened` are the titles of opened pages; None: all citations count as opened.
     """
-    return judge(truth_of(task, Report), text, opened)
+    return judge(truth_of(task, ExpectedReport), text, opened)
 
 
-def judge(report: Report, text: str, opened: Collection[str] | None = None) -> dict[str, bool]:
+def judge(report: ExpectedReport, text: str, opened: Collection[str] | None = None) -> dict[str, bool]:
     """Return whether each leaf holds, as `leaves` does."""
     text = text if len(text) <= MAX_CHARS else ""
     cited = {found.strip() for found in _CITATION.findall(text)}
@@ -150,12 +150,12 @@ def judge(report: Report, text: str, opened: Collection[str] | None = None) -> d
     return holds
 
 
-def report_score(report: Report, holds: Mapping[str, bool]) -> float:
+def report_score(report: ExpectedReport, holds: Mapping[str, bool]) -> float:
     """Return the score in [0, 1]: that of the rubric, halved for each gate that does not hold."""
     return report.rubric.score(holds) * 0.5 ** sum(not holds[gate] for gate in GATES)
 
 
-def _marked(report: Report, text: str) -> list[str]:
+def _marked(report: ExpectedReport, text: str) -> list[str]:
     """Return the sentences of a text, without citations.
 
     The title of a place becomes its number between NUL characters.
@@ -170,7 +170,7 @@ def _marked(report: Report, text: str) -> list[str]:
 class _Sentence:
     """The statements of a sentence."""
 
-    def __init__(self, report: Report, text: str) -> None:
+    def __init__(self, report: ExpectedReport, text: str) -> None:
         plural, words = KINDS[report.kind][0], "|".join(_UNITS)
         tokens = re.compile(rf"\0(\d+)\0|(?<![\d.,])(\d[\d,]*(?:\.\d+)?)\s*({words}|{plural})\b", re.I)
         self.titles = [report.items[int(found[1])].title for found in tokens.finditer(text) if found[1]]
@@ -189,7 +189,7 @@ class _Sentence:
             else:
                 self._state(report, (last, *self.titles[:1]), number, _UNITS[unit])
 
-    def _state(self, report: Report, titles: Sequence[str], number: float, unit: str) -> None:
+    def _state(self, report: ExpectedReport, titles: Sequence[str], number: float, unit: str) -> None:
         known = (
             {report.facts.get((title, unit)) for title in titles}
             if self.titles

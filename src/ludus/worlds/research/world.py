@@ -31,7 +31,7 @@ from ludus.tools.workspace import python_tool
 from ludus.types import JSON, Message, Task, Trajectory
 from ludus.worlds.research.pages import FIND, OPEN, Web, contains, fill, opened_page
 from ludus.worlds.research.questions import LEVELS, Level, Question, Step, questions, shapes_of
-from ludus.worlds.research.reports import Report, judge, report_score, reports
+from ludus.worlds.research.reports import ExpectedReport, judge, report_score, reports
 
 COMPUTED: Final = 5
 """The level that needs the tool `python`."""
@@ -106,10 +106,12 @@ class Reader:
         return bool(step.clues) and any(all(contains(line, clue) for clue in step.clues) for line in lines)
 
 
-def solve(truth: Question | Report, reader: Reader, settings: ResearchSettings, rng: random.Random) -> list[Message]:
+def solve(
+    truth: Question | ExpectedReport, reader: Reader, settings: ResearchSettings, rng: random.Random
+) -> list[Message]:
     """Return the messages after a request, with the mistakes that the settings allow."""
     stops, ignores = rng.random() < settings.stop_early, rng.random() < settings.ignore_condition
-    if isinstance(truth, Report):
+    if isinstance(truth, ExpectedReport):
         for step in truth.steps[:1] if stops else truth.steps:
             reader.read(step)
         items = truth.items[: len(truth.items) // 2] if ignores else truth.items
@@ -129,10 +131,12 @@ def solve(truth: Question | Report, reader: Reader, settings: ResearchSettings, 
     return [*reader.messages, assistant(answer)]
 
 
-def _solved(task: Task) -> Question | Report:
+def _solved(task: Task) -> Question | ExpectedReport:
     """Return the truth. Raises TypeError for a task of another world."""
-    if not isinstance(task.truth, Question | Report):
-        raise TypeError(f"task {task.id}: the truth is {type(task.truth).__name__}, expected Question or Report")
+    if not isinstance(task.truth, Question | ExpectedReport):
+        raise TypeError(
+            f"task {task.id}: the truth is {type(task.truth).__name__}, expected Question or ExpectedReport"
+        )
     return task.truth
 
 
@@ -150,7 +154,7 @@ def coverage(task: Task, trajectory: Trajectory) -> float:
 def rubric(task: Task, trajectory: Trajectory) -> float:
     """Return the score of the report, in [0, 1]."""
     truth = _solved(task)
-    if not isinstance(truth, Report):
+    if not isinstance(truth, ExpectedReport):
         return 0.0
     return report_score(truth, judge(truth, trajectory.answer, opened(trajectory)))
 
@@ -242,14 +246,21 @@ class ResearchWorld(SandboxWorld):
             wrong |= {"unopened": truth.accepted[0]} if self.settings.require_opened else {}
             return {name: [assistant(text)] for name, text in wrong.items()}
         calls, text = self.expert(task).messages[len(task.prompt) : -1], truth.solution()
-        numbers = " ".join(text.split("\n")[1:-1])
+        numbers = ", ".join(re.findall(r"\d+ (?:km|m|people)\b", text))
         shifted = re.sub(r"\d+(?= km)", lambda found: str(int(found[0]) + 1), text)
         return {
             "unopened": [assistant(text)],
             "made-up facts": [*calls, assistant(shifted)],
-            "everything": [*calls, assistant("\n".join(f"{one.title}: {numbers}" for one in truth.items) + text)],
+            "everything": [
+                *calls,
+                assistant("\n".join(f"{one.title}: {numbers}." for one in truth.items) + f"\n{text}"),
+            ],
             "half": [*calls, assistant(replace(truth, items=truth.items[: len(truth.items) // 2]).solution())],
         }
+
+    def reader(self) -> Reader:
+        """Return a solver that has read nothing."""
+        return Reader(self.web, self.tools[0])
 
     def texts(self) -> Iterator[str]:
         """Yield descriptions of the tools, then dialogues as text, to train a tokenizer on."""
@@ -262,27 +273,26 @@ class ResearchWorld(SandboxWorld):
     def _flawless(self) -> ResearchSettings:
         return self.settings.model_copy(update={"stop_early": 0.0, "ignore_condition": 0.0})
 
-    def _truths(self, split: str, num: int, seed: str) -> Iterator[Question | Report]:
+    def _truths(self, split: str, num: int, seed: str) -> Iterator[Question | ExpectedReport]:
         if self.settings.tasks == "report":
             return reports(self.web.facts, split, num, seed)
         return questions(self.web.facts, split, shapes_of(split, self.settings.levels), num, seed)
 
-    def _opening(self, truth: Question | Report) -> tuple[Message, ...]:
-        about = "report" if isinstance(truth, Report) else "python" if self.runs_programs else "questions"
+    def _opening(self, truth: Question | ExpectedReport) -> tuple[Message, ...]:
+        about = "report" if isinstance(truth, ExpectedReport) else "python" if self.runs_programs else "questions"
         system = Message(role="system", content=fill("system", about, {}))
         return system, Message(role="user", content=truth.text)
 
-    def _task(self, truth: Question | Report, split: str, number: int) -> Task:
+    def _task(self, truth: Question | ExpectedReport, split: str, number: int) -> Task:
         tags = (
             {"split": split, "family": f"report on {len(truth.pages) - 1}"}
-            if isinstance(truth, Report)
+            if isinstance(truth, ExpectedReport)
             else {"split": split, "family": f"level {LEVELS[truth.shape]}", "shape": " ".join(truth.shape)}
         )
         return Task(f"{split}/{number}", self._opening(truth), truth, tags | {"checkpoints": str(len(truth.pages))})
 
-    def _dialogue(self, truth: Question | Report, settings: ResearchSettings, rng: random.Random) -> Dialogue:
-        reader = Reader(self.web, self.tools[0])
-        return Dialogue((*self._opening(truth), *solve(truth, reader, settings, rng)), self.tools)
+    def _dialogue(self, truth: Question | ExpectedReport, settings: ResearchSettings, rng: random.Random) -> Dialogue:
+        return Dialogue((*self._opening(truth), *solve(truth, self.reader(), settings, rng)), self.tools)
 
 
 def make_research_world(settings: Mapping[str, object], limits: ToolLimits) -> ResearchWorld:
