@@ -14,7 +14,7 @@ from itertools import combinations
 from typing import Final, Literal, NamedTuple
 from zlib import crc32
 
-from ludus.rewards.exact_match import ExpectedAnswers
+from ludus.rewards.exact_match import ExpectedAnswers, matches
 from ludus.worlds.research.facts import KINDS, Country, Facts, Place, distance_km
 from ludus.worlds.research.pages import contains, fill, list_title
 
@@ -23,6 +23,8 @@ MAX_ROWS: Final = 30
 """Maximum length of a list that a question needs as a whole."""
 MAX_TRIES: Final = 40
 """Maximum number of draws per question."""
+MAX_NEAR_MISSES: Final = 8
+"""Maximum number of near misses that a question records."""
 
 
 class Shape(NamedTuple):
@@ -82,6 +84,11 @@ class Question(ExpectedAnswers):
         """The titles of the pages that the solution needs."""
         return frozenset(step.title for step in self.steps)
 
+    @property
+    def required(self) -> frozenset[str]:
+        """The pages that prove the answer: without those of other candidates."""
+        return self.pages.difference(self.near_misses if self.shape.asked == "filter" else ())
+
 
 class Found(NamedTuple):
     """What the part of a question about a country asks for: see `Question`."""
@@ -121,12 +128,14 @@ def questions(facts: Facts, split: str, shapes: Sequence[Shape], num: int, seed:
 def make_question(facts: Facts, country: Country, shape: Shape, rng: random.Random) -> Question | None:
     """Return a question about a country.
 
-    None if this draw has no unique answer, no near miss, or its answer in its text."""
+    None if this draw has no unique answer, no near miss, or its answer in its text.
+    """
     where, found = _where(facts, country, shape.where), ASKED[shape.asked](facts, country, shape.kind, rng)
     if where is None or found is None:
         return None
     phrase, steps = where
-    wrong = tuple(dict.fromkeys(one for one in found.near_misses if one not in found.answers))
+    right = ExpectedAnswers(found.answers)
+    wrong = tuple(one for one in dict.fromkeys(found.near_misses) if not matches(one, right))[:MAX_NEAR_MISSES]
     if not wrong or {step.title for step in steps} & {step.title for step in found.steps}:
         return None
     text = fill(shape.kind, shape.asked, {"where": phrase, **found.given}, f"{found.answers[0]}{found.given}")

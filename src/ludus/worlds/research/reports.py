@@ -67,7 +67,7 @@ class ExpectedReport:
     @property
     def text(self) -> str:
         """The request."""
-        return fill("reports", self.kind, {"country": self.country, "limit": self.limit})
+        return fill("reports", self.kind, {"country": self.country, "limit": self.limit}, f"{self.items}")
 
     @property
     def steps(self) -> tuple[Step, ...]:
@@ -79,6 +79,11 @@ class ExpectedReport:
     def pages(self) -> frozenset[str]:
         """The titles of the pages that the report needs."""
         return frozenset(step.title for step in self.steps)
+
+    @property
+    def required(self) -> frozenset[str]:
+        """All pages."""
+        return self.pages
 
     @property
     def first(self) -> str:

@@ -55,7 +55,7 @@ class ResearchSettings(WorldSettings):
     injected: float = Field(0.0, ge=0, le=1)
     """Fraction of the pages that contain an order to the reader."""
     require_opened: bool = False
-    """Whether a right answer counts only if the pages of the solution were opened."""
+    """Whether a right answer counts only if the pages that prove it were opened."""
     threshold: float = Field(0.8, gt=0, le=1)
     """Score of the rubric from which a report is a success."""
     stop_early: float = Field(0.3, ge=0, le=1)
@@ -134,9 +134,7 @@ def solve(
 def _solved(task: Task) -> Question | ExpectedReport:
     """Return the truth. Raises TypeError for a task of another world."""
     if not isinstance(task.truth, Question | ExpectedReport):
-        raise TypeError(
-            f"task {task.id}: the truth is {type(task.truth).__name__}, expected Question or ExpectedReport"
-        )
+        raise TypeError(f"task {task.id}: the truth is a {type(task.truth).__name__}, not of this world")
     return task.truth
 
 
@@ -149,6 +147,11 @@ def coverage(task: Task, trajectory: Trajectory) -> float:
     """Return the share of the pages of the solution that were opened."""
     pages = _solved(task).pages
     return len(pages & opened(trajectory)) / len(pages)
+
+
+def proven(task: Task, trajectory: Trajectory) -> float:
+    """Return 1 if all pages that prove the answer were opened, else 0."""
+    return float(_solved(task).required <= opened(trajectory))
 
 
 def rubric(task: Task, trajectory: Trajectory) -> float:
@@ -206,7 +209,7 @@ class ResearchWorld(SandboxWorld):
         """The outcome; coverage and the score of reports are reported only."""
         given = self.settings
         covered = Reward("coverage", coverage, weight=0.0)
-        gates = (coverage,) if given.require_opened else ()
+        gates = (proven,) if given.require_opened else ()
 
         def accepted(task: Task, trajectory: Trajectory) -> float:
             return float(rubric(task, trajectory) >= given.threshold)
@@ -242,21 +245,18 @@ class ResearchWorld(SandboxWorld):
         truth = _solved(task)
         if isinstance(truth, Question):
             every = ", ".join([truth.accepted[0], *truth.near_misses])
-            wrong = {"every candidate": every, "near miss": truth.near_misses[0], "guess": truth.near_misses[-1]}
+            wrong = {"every candidate": every, "near miss": truth.near_misses[0], "other one": truth.near_misses[-1]}
             wrong |= {"unopened": truth.accepted[0]} if self.settings.require_opened else {}
             return {name: [assistant(text)] for name, text in wrong.items()}
         calls, text = self.expert(task).messages[len(task.prompt) : -1], truth.solution()
         numbers = ", ".join(re.findall(r"\d+ (?:km|m|people)\b", text))
-        shifted = re.sub(r"\d+(?= km)", lambda found: str(int(found[0]) + 1), text)
-        return {
-            "unopened": [assistant(text)],
-            "made-up facts": [*calls, assistant(shifted)],
-            "everything": [
-                *calls,
-                assistant("\n".join(f"{one.title}: {numbers}." for one in truth.items) + f"\n{text}"),
-            ],
-            "half": [*calls, assistant(replace(truth, items=truth.items[: len(truth.items) // 2]).solution())],
+        wrong = {
+            "made-up facts": re.sub(r"\d+(?= km)", lambda found: str(int(found[0]) + 1), text),
+            "everything": "\n".join([*(f"{one.title}: {numbers}." for one in truth.items), text]),
+            "half": replace(truth, items=truth.items[: len(truth.items) // 2]).solution(),
         }
+        told = {name: [*calls, assistant(text)] for name, text in wrong.items()}
+        return {"unopened": [assistant(text)], **told}
 
     def reader(self) -> Reader:
         """Return a solver that has read nothing."""
