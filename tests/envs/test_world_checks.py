@@ -22,6 +22,8 @@ QUICK = {
     "math with a calculator": ("math", {"tool": "calculator", "num_tasks": 60}, 12),
     "math without tools": ("math", {"tool": "none", "num_tasks": 60}, 12),
     "puzzles": ("puzzles", {"levels": [1], "num_tasks": 60}, 12),
+    "research": ("research", {"num_tasks": 60}, 8),
+    "research reports": ("research", {"tasks": "report", "num_tasks": 60}, 8),
     "search": ("search", {}, 8),
     "sql": ("sql", {"tasks": 60}, 8),
 }

@@ -33,6 +33,7 @@ WORLDS: Mapping[str, str] = {
     "proofs": "ludus.worlds.proofs.world:make_proofs_world",
     "proposals": "ludus.worlds.proposals.world:make_proposals_world",
     "puzzles": "ludus.worlds.puzzles.world:make_puzzles_world",
+    "research": "ludus.worlds.research.world:make_research_world",
     "search": "ludus.worlds.search.world:make_search_world",
     "sql": "ludus.worlds.sql.world:make_sql_world",
     "terminal": "ludus.worlds.terminal.world:make_terminal_world",

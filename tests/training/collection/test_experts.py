@@ -137,6 +137,7 @@ WORLDS_WITH_EXPERTS = {
     "math": {"tool": "calculator", "num_tasks": 60},
     "proofs": {"num_tasks": 40},
     "puzzles": {"levels": [1], "num_tasks": 40},
+    "research": {"num_tasks": 40},
     "search": {},
     "sql": {"tasks": 60},
     "terminal": {},

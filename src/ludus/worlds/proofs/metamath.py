@@ -52,7 +52,7 @@ class _Scope:
 
 
 @dataclass
-class Database:
+class AxiomDatabase:
     """The assertions of a database in order, and its floating hypotheses by label."""
 
     constants: set[str] = field(default_factory=set)
@@ -123,9 +123,9 @@ def tokens_of(text: str) -> Iterator[str]:
         raise ProofError("a comment is not closed")
 
 
-def read_database(text: str) -> Database:
+def read_database(text: str) -> AxiomDatabase:
     """Return a database whose proofs are all valid. Raises ProofError."""
-    database, scopes, tokens = Database(), [_Scope()], tokens_of(text)
+    database, scopes, tokens = AxiomDatabase(), [_Scope()], tokens_of(text)
     label = ""
     for token in tokens:
         if token == "${":
@@ -157,7 +157,7 @@ def _until(tokens: Iterator[str], end: str) -> list[str]:
     raise ProofError(f"{end} is missing")
 
 
-def _declare(database: Database, scopes: Sequence[_Scope], kind: str, symbols: Sequence[str]) -> None:
+def _declare(database: AxiomDatabase, scopes: Sequence[_Scope], kind: str, symbols: Sequence[str]) -> None:
     if kind == "$c":
         database.constants |= set(symbols)
     elif kind == "$v":
@@ -167,7 +167,7 @@ def _declare(database: Database, scopes: Sequence[_Scope], kind: str, symbols: S
         scopes[-1].disjoint |= {(a, b) for a, b in pairs}
 
 
-def _add(database: Database, scopes: Sequence[_Scope], label: str, kind: str, tokens: Iterator[str]) -> None:
+def _add(database: AxiomDatabase, scopes: Sequence[_Scope], label: str, kind: str, tokens: Iterator[str]) -> None:
     statement = tuple(_until(tokens, "$=" if kind == "$p" else "$."))
     variables = {name for scope in scopes for name in scope.variables}
     if not label or label in database.assertions or label in database.floating:

@@ -9,7 +9,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Final, NamedTuple
 
-from ludus.worlds.proofs.metamath import Assertion, Database, Hypothesis, ProofError, read_database
+from ludus.worlds.proofs.metamath import Assertion, AxiomDatabase, Hypothesis, ProofError, read_database
 
 Formula = tuple[str, ...]
 """The symbols of a formula: a variable, `~ A`, `( A -> B )` or `( A & B )`."""
@@ -83,7 +83,7 @@ def replaced(pattern: Formula, found: Mapping[str, Formula]) -> Formula:
 
 
 @dataclass(frozen=True)
-class Rule:
+class InferenceRule:
     """An axiom, or a proven lemma. `extra` are the variables that its statement does not contain."""
 
     label: str
@@ -109,7 +109,7 @@ class Step(NamedTuple):
 class Proof:
     """A proof in the making: the open goals in order, and the steps so far."""
 
-    rules: Mapping[str, Rule]
+    rules: Mapping[str, InferenceRule]
     hypotheses: Mapping[str, Formula]
     goal: Formula
     goals: list[Formula] = field(default_factory=list)
@@ -186,8 +186,8 @@ wn $a wff ~ p $.
 class Logic(NamedTuple):
     """The shipped logic as rules, and as a verified Metamath database."""
 
-    rules: Mapping[str, Rule]
-    database: Database
+    rules: Mapping[str, InferenceRule]
+    database: AxiomDatabase
     text: str
 
 
@@ -195,7 +195,7 @@ class Logic(NamedTuple):
 def logic() -> Logic:
     """Return the shipped logic; the proofs of its lemmas are verified."""
     data = tomllib.loads((files("ludus.worlds.proofs") / "data/logic.toml").read_text("utf-8"))
-    rules, text = dict[str, Rule](), _HEADER
+    rules, text = dict[str, InferenceRule](), _HEADER
     for entry in (*data["axioms"], *data["lemmas"]):
         hypotheses = [read_formula(one) for one in entry["hypotheses"]]
         label, statement = entry["label"], read_formula(entry["statement"])
@@ -210,5 +210,5 @@ def logic() -> Logic:
             body = f"$p |- {' '.join(statement)} $= {' '.join(lines)} $."
         text += f"${{\n{own}{label} {body}\n$}}\n"
         used = tuple(one for one in VARIABLES if one in statement or any(one in h for h in hypotheses))
-        rules[label] = Rule(label, used, tuple(hypotheses), statement)
+        rules[label] = InferenceRule(label, used, tuple(hypotheses), statement)
     return Logic(rules, read_database(text), text)

@@ -1,0 +1,1 @@
+"""Generates the facts of the world `research`."""

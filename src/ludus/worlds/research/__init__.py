@@ -1,0 +1,1 @@
+"""The research world: inverted questions and reports over a web of linked pages."""
