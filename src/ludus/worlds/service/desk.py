@@ -24,12 +24,15 @@ from ludus.worlds.service.domain import (
     Row,
     ServiceDomain,
     ToolSpec,
+    UserToolSpec,
     changed,
     holds,
     key_of,
     load_domain,
 )
 
+MAX_READ = 2000
+"""Number of characters of a message that the user reads."""
 MAX_LISTED = 12
 """Maximum number of rows in the output of a tool."""
 DESK: ContextVar[Desk] = ContextVar("ludus-service-desk")
@@ -81,7 +84,7 @@ class Desk:
 
     def agent_says(self, text: str) -> None:
         """Record a message of the agent to the user."""
-        self.said.append(text)
+        self.said.append(text[:MAX_READ])
         self.is_confirmed = False
 
     def user_says(self, text: str) -> None:
@@ -99,8 +102,8 @@ class Desk:
     def use_phone(self, name: str, value: str) -> None:
         """Set a field of the phone by a tool of the user; without a value, the other of two values."""
         spec = self.domain.spec.user_tools[name]
-        row = self.read("phones", self.phone)
-        if row is None or not spec.field:
+        row = self._phone
+        if not (row and spec.field):
             return
         chosen = (
             value
@@ -109,22 +112,26 @@ class Desk:
         )
         self.changes["phones", self.phone] = {**row, spec.field: chosen}
 
+    @property
+    def _phone(self) -> Row:
+        return (self.read("phones", self.phone) if self.phone else None) or {}
+
     def signal(self) -> str:
         """Return what the phone shows."""
-        row = self.read("phones", self.phone) or {}
+        row = self._phone
         signals = self.domain.spec.signals
         found = (one.shows for one in signals if all(holds(rule, row, {}, self.read) for rule in one.when))
         return next(found, "full signal")
 
     def settings(self) -> str:
         """Return the settings of the phone."""
-        row = self.read("phones", self.phone) or {}
+        row = self._phone
         return ", ".join(f"{name} {value}" for name, value in row.items() if not name.endswith("_id"))
 
     def _found(self, table: str, key: Cell) -> Row:
         row = self.read(table, key)
         if row is None:
-            raise ToolError(f"Error: there is no {key_of(table)} {key}.")
+            raise ToolError(f"there is no {key_of(table)} {key}.")
         if OWNER in row and str(row[OWNER]) not in self.identified:
             self.violations.append("identity")
         return row
@@ -155,7 +162,7 @@ class Desk:
         row = self._found(spec.table, key)
         for name, value in args.items():
             if name.endswith("_id") and self.read(f"{name.removesuffix('_id')}s", value) is None:
-                raise ToolError(f"Error: there is no {name} {value}.")
+                raise ToolError(f"there is no {name} {value}.")
         if not (self.is_confirmed and mentions_all(self.said[-1], args)):
             self.violations.append("confirmation")
         if not all(holds(rule, row, args, self.read) for rule in spec.rules):
@@ -202,17 +209,16 @@ def _agent_tool(name: str, spec: ToolSpec) -> Tool:
 @cache
 def phone_tools(name: DomainName) -> tuple[Tool, ...]:
     """Return the user's tools, which act on the episode `DESK`; none if the user has no phone."""
-    return tuple(_phone_tool(tool) for tool in load_domain(name, 0).spec.user_tools)
+    return tuple(_phone_tool(tool, spec) for tool, spec in load_domain(name, 0).spec.user_tools.items())
 
 
-def _phone_tool(name: str) -> Tool:
+def _phone_tool(name: str, spec: UserToolSpec) -> Tool:
     async def run() -> str:
         desk = DESK.get()
         desk.use_phone(name, "")
         return f"{desk.settings()}; {desk.signal()}"
 
-    about = load_domain("telecom", 0).spec.user_tools[name].about
-    return _with_schema(Tool(name, about, run, _model(name, {}), traits=Traits(latency="instant")))
+    return _with_schema(Tool(name, spec.about, run, _model(name, {}), traits=Traits(latency="instant")))
 
 
 class _Arguments(BaseModel):

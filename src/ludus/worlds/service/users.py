@@ -19,7 +19,7 @@ from ludus.envs.tool_env import ToolExecutor, tool_message
 from ludus.errors import UserError
 from ludus.tools.base import Tool
 from ludus.types import Action, CallError, FunctionCall, Message, MessageToolCall, ToolCall
-from ludus.worlds.service.desk import Desk, mentions, mentions_all, phone_tools
+from ludus.worlds.service.desk import MAX_READ, Desk, mentions, mentions_all, phone_tools
 from ludus.worlds.service.domain import Cell, UserToolSpec, user_texts
 from ludus.worlds.service.grader import REFUSAL, Goal, Script
 
@@ -33,7 +33,8 @@ _PROPOSAL = re.compile(
     r"|\bis that (right|correct|ok)\b|\byes or no\b"
 )
 _IDENTITY = re.compile(r"\byour (full )?name\b|\bzip\b|\be-?mail\b|\bidentity\b|\bverify\b")
-_ASKS_MORE = re.compile(r"[^.!?]*\banything (else|more)\b[^.!?]*\??")
+_MORE = re.compile(r"\banything (else|more)\b")
+_SENTENCE = re.compile(r"(?<=[.!?])\s+")
 _DONE = re.compile(
     r"\banything (else|more)\b|\bdone\b|\b(has|have) been\b|\bcompleted?\b|\ball set\b|\btaken care of\b"
 )
@@ -84,7 +85,7 @@ class ScriptedUser:
 
     def answer(self, text: str) -> str | None:
         """Return the reply to a message; None, and `is_over`, ends the episode."""
-        said = self._respond(text.casefold())
+        said = self._respond(text[:MAX_READ].casefold())
         if said is None:
             self.is_over = True
             return None
@@ -107,7 +108,7 @@ class ScriptedUser:
             wrong = self.script.mistakes and not self.zip
             self.zip = self.script.zip + (1 if self.script.zip % 10 < 9 else -1) * wrong
             return phrases["identity"].format(name=self.script.name, zip=self.zip)
-        rest = _ASKS_MORE.sub("", text)
+        rest = " ".join(one for one in _SENTENCE.split(text) if not _MORE.search(one))
         if self._goal.device and (found := instructed(self.desk.domain.spec.user_tools, rest)) is not None:
             return self._use_phone(*found)
         asked = self._asked(rest)
