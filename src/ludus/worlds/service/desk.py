@@ -29,6 +29,7 @@ from ludus.worlds.service.domain import (
     holds,
     key_of,
     load_domain,
+    resolve,
 )
 
 MAX_READ = 2000
@@ -169,9 +170,9 @@ class Desk:
             self.violations.append("rule")
         after = changed(row, spec.set, row, args, self.read)
         if spec.also is not None:
-            other = str(row[spec.also.key.removeprefix("@")])
-            before = self._found(spec.also.table, other)
-            self.changes[spec.also.table, other] = changed(before, spec.also.set, row, args, self.read)
+            table, path, values = spec.also
+            other = str(resolve(path.removeprefix("@"), row, args, self.read))
+            self.changes[table, other] = changed(self._found(table, other), values, row, args, self.read)
         self.changes[spec.table, key] = after
         return "ok"
 

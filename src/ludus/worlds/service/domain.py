@@ -30,7 +30,7 @@ Place = tuple[str, str]
 """Table and key of a row."""
 Reader = Callable[[str, Cell], Row | None]
 """Function that returns the row of a table by its key."""
-Call = tuple[str, Mapping[str, Cell]]
+Call = tuple[str, dict[str, Cell]]
 """Tool and arguments."""
 
 DomainName = Literal["retail", "airline", "telecom"]
@@ -69,16 +69,11 @@ class TableSpec(_Spec):
     forgot: str = ""
 
 
-class AlsoSpec(_Spec):
-    """A change of another row."""
-
-    table: str
-    key: str
-    set: dict[str, Cell]
-
-
 class ToolSpec(_Spec):
-    """A tool. `rules` are those of the policy, whose violation does not prevent a change."""
+    """A tool. `rules` are those of the policy, whose violation does not prevent a change of the fields `set`.
+
+    `also` changes another row: table, path of its key, and fields.
+    """
 
     kind: Literal["identify", "get", "list", "write", "transfer"]
     about: str
@@ -87,7 +82,7 @@ class ToolSpec(_Spec):
     shows: str = ""
     rules: list[str] = []
     set: dict[str, Cell] = {}
-    also: AlsoSpec | None = None
+    also: tuple[str, str, dict[str, Cell]] | None = None
     propose: str = ""
 
 
@@ -125,18 +120,12 @@ class OtherSpec(_Spec):
     setup: dict[str, Cell] = {}
 
 
-class ReferenceSpec(_Spec):
-    """The row of another table that a key of the subject names, with its fields as `{of_FIELD}`."""
-
-    table: str
-    key: str
-
-
 class RequestSpec(_Spec):
     """A request about a row: the changes in the database before it, what the user says, and what is right.
 
-    `writes` are the right changes. A request with `wanted` changes must be refused, for a reason named by one of the
-    words `why`. `tell` are values that the agent must tell the user, `device` the steps of the user.
+    `writes` are the right changes. If there are reasons `why`, the `wanted` changes must be refused, with one of them.
+    `tell` are values that the agent must tell the user, `device` the steps of the user. `of` names a table and a key of
+    the subject: the fields of that row are `{of_FIELD}`.
     """
 
     name: str
@@ -145,14 +134,14 @@ class RequestSpec(_Spec):
     setup: dict[str, Cell | dict[str, Cell]] = {}
     facts: dict[str, Cell] = {}
     other: OtherSpec | None = None
-    of: ReferenceSpec | None = None
+    of: tuple[str, str] | None = None
     say: str
-    reads: list[dict[str, Cell]] = []
-    writes: list[dict[str, Cell]] = []
-    wanted: list[dict[str, Cell]] = []
+    reads: list[Call] = []
+    writes: list[Call] = []
+    wanted: list[Call] = []
     why: list[str] = []
     refusal: str = ""
-    tell: list[str] = []
+    tell: list[Cell] = []
     answer: str = "Done."
     device: list[str] = []
 
@@ -162,13 +151,13 @@ class InjectionSpec(_Spec):
 
     split: Literal["train", "test"]
     note: str
-    call: dict[str, Cell]
+    call: Call
 
 
 class DomainSpec(_Spec):
     """A file of data."""
 
-    lookup: dict[str, Cell]
+    lookup: Call
     tables: dict[str, TableSpec]
     tools: dict[str, ToolSpec]
     facts: dict[str, FactSpec] = {}
@@ -296,9 +285,18 @@ def fill(text: Cell, fields: Row) -> Cell:
     return text.format_map(fields)
 
 
-def filled(call: Mapping[str, Cell], fields: Row) -> Call:
-    """Return a call of the data with its arguments filled in."""
-    return str(call["tool"]), {name: fill(value, fields) for name, value in call.items() if name != "tool"}
+def fill_all(value: object, fields: Row) -> object:
+    """Return lists, tuples and dicts with all their texts filled in."""
+    if isinstance(value, list | tuple):
+        return [fill_all(one, fields) for one in value]
+    if isinstance(value, dict):
+        return {name: fill_all(one, fields) for name, one in value.items()}
+    return fill(value, fields) if isinstance(value, str) else value
+
+
+def filled(call: Call, fields: Row) -> Call:
+    """Return a call with its arguments filled in."""
+    return call[0], {name: fill(value, fields) for name, value in call[1].items()}
 
 
 def resolve(path: str, row: Row, args: Row, read: Reader) -> Cell | None:

@@ -113,8 +113,8 @@ class Solver:
                 return
 
     def _change(self, goal: Goal) -> None:
-        calls = goal.writes or (goal.wanted if self.flaw == "gives in" else ())
-        first = tuple((tool, self._first(goal, args)) for tool, args in calls)
+        calls = goal.wanted if self.flaw == "gives in" else goal.writes
+        first = [(tool, self._first(goal, args)) for tool, args in calls]
         if self.flaw == "skips the confirmation":
             calls = first
         elif calls:

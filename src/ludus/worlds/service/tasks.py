@@ -10,7 +10,11 @@ import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
+from typing import Literal
 
+from pydantic import Field, model_validator
+
+from ludus.envs.settings import WorldSettings
 from ludus.types import Message, Task
 from ludus.worlds.service.domain import (
     CUSTOMERS,
@@ -25,6 +29,7 @@ from ludus.worlds.service.domain import (
     ServiceDomain,
     draw,
     fill,
+    fill_all,
     filled,
     holds,
     key_of,
@@ -34,7 +39,7 @@ from ludus.worlds.service.domain import (
 )
 from ludus.worlds.service.grader import Goal, Script, ServiceTruth, report
 from ludus.worlds.service.solver import Solver
-from ludus.worlds.service.users import ScriptedUser
+from ludus.worlds.service.users import ScriptedUser, UserKind
 
 TENTHS: Mapping[str, Sequence[int]] = {
     "train": range(6),
@@ -51,17 +56,45 @@ _MAX_DRAWS = 60
 """Number of draws per task after which too few tasks exist."""
 
 
-@dataclass(frozen=True)
-class TaskPlan:
-    """Settings of the tasks: `injection_rate` and `pair_rate` are shares of tasks with a note and with two requests."""
+class ServiceSettings(WorldSettings):
+    """Settings of the service world (`env.settings`)."""
 
-    domains: tuple[DomainName, ...]
-    levels: tuple[int, ...]
-    policy_text: str
-    injection_rate: float
-    pair_rate: float
-    patience: int
-    seed: int
+    domains: tuple[DomainName, ...] = Field(("retail", "airline", "telecom"), min_length=1)
+    """Domains of the tasks."""
+    levels: tuple[Literal[1, 2, 3], ...] = Field((1, 2, 3), min_length=1)
+    """Levels of the tasks, by the number of the agent's turns: up to 5, up to 8, more. `composition` has any."""
+    num_tasks: int = Field(1200, ge=20)
+    """Number of training tasks; validation, test and composition have a tenth, a quarter and a fifth of it."""
+    num_held_out: int | None = Field(None, ge=1)
+    """Number of tasks of test and of composition, instead of those shares."""
+    user: UserKind = "scripted"
+    """Who plays the user: a script, a model at an endpoint, or the policy itself, which is trained in both roles."""
+    user_url: str = ""
+    """Address of the OpenAI-compatible endpoint, before `/chat/completions`."""
+    user_model: str = ""
+    """Name of the model at the endpoint."""
+    user_key_file: str = ""
+    """File with the API key of the endpoint; empty for none."""
+    patience: int = Field(4, ge=1)
+    """Number of replies that do not help after which the scripted user gives up a request."""
+    policy_text: Literal["short", "full"] = "short"
+    """Form of the policy in the prompt."""
+    strict_policy: bool = True
+    """Whether an episode with a violation of the policy fails."""
+    injection_rate: float = Field(0.2, ge=0, le=1)
+    """Share of the drawn tasks with a note that instructs the agent; fewer have one, since not all requests read it."""
+    pair_rate: float = Field(0.2, ge=0, le=1)
+    """Share of the drawn tasks with two requests."""
+    flaw_rate: float = Field(0.3, ge=0, le=1)
+    """Share of the demonstrations with a flaw, where one is possible."""
+    seed: int = 0
+    """Seed of databases, tasks and demonstrations."""
+
+    @model_validator(mode="after")
+    def _endpoint_is_named(self) -> ServiceSettings:
+        if self.user == "endpoint" and not (self.user_url and self.user_model):
+            raise ValueError("the user 'endpoint' needs user_url and user_model")
+        return self
 
 
 class _Unusable(Exception):
@@ -101,7 +134,7 @@ class _Situation:
         self.initial[place] = {**before, **drawn}
 
 
-def make_tasks(plan: TaskPlan, split: str, num: int) -> Iterator[Task]:
+def make_tasks(plan: ServiceSettings, split: str, num: int) -> Iterator[Task]:
     """Yield up to `num` different tasks of a split, the domains in turn; levels do not apply to `composition`."""
     rng = random.Random(f"service/{plan.seed}/{split}")
     seen: set[tuple[str, str]] = set()
@@ -118,7 +151,7 @@ def make_tasks(plan: TaskPlan, split: str, num: int) -> Iterator[Task]:
             yield task
 
 
-def _draw_task(plan: TaskPlan, domain: ServiceDomain, split: str, rng: random.Random, name: str) -> Task | None:
+def _draw_task(plan: ServiceSettings, domain: ServiceDomain, split: str, rng: random.Random, name: str) -> Task | None:
     truth = _draw_truth(plan, domain, split, rng)
     if truth is None:
         return None
@@ -130,7 +163,7 @@ def _draw_task(plan: TaskPlan, domain: ServiceDomain, split: str, rng: random.Ra
     return task_of(plan, truth, name, split, solver.num_turns)
 
 
-def task_of(plan: TaskPlan, truth: ServiceTruth, name: str, split: str, num_turns: int) -> Task:
+def task_of(plan: ServiceSettings, truth: ServiceTruth, name: str, split: str, num_turns: int) -> Task:
     """Return the task of a truth."""
     goals, script = truth.script.goals, truth.script
     family = "injection" if any(goal.injection for goal in goals) else goals[0].family
@@ -150,7 +183,7 @@ def task_of(plan: TaskPlan, truth: ServiceTruth, name: str, split: str, num_turn
     return Task(f"{truth.domain}-{name}", prompt, truth, tags)
 
 
-def _draw_truth(plan: TaskPlan, domain: ServiceDomain, split: str, rng: random.Random) -> ServiceTruth | None:
+def _draw_truth(plan: ServiceSettings, domain: ServiceDomain, split: str, rng: random.Random) -> ServiceTruth | None:
     customers = list(domain.tables[CUSTOMERS])
     tenths = TENTHS[split]
     customer_id = rng.choice([key for place, key in enumerate(customers) if place % 10 in tenths])
@@ -217,27 +250,16 @@ def _draw_goal(situation: _Situation, spec: RequestSpec, place: int) -> Goal:
     first = {name: value for name, value in drawn.items() if situation.declines and value != facts[name]}
     fields |= facts
     table = domain.spec.tables[spec.table]
-    subject = fill(table.forgot if situation.forgets else table.call, fields)
-    say = str(fill(spec.say, {**fields, "subject": subject}))
-    reads = tuple(filled(one, fields) for one in spec.reads)
-    is_read = any(domain.spec.tools[tool].kind == "get" and key in args.values() for tool, args in reads)
-    return Goal(
-        spec.name,
-        spec.family,
-        say[0].upper() + say[1:],
-        facts,
-        first if spec.writes else {},
-        reads,
-        tuple(filled(one, fields) for one in spec.writes),
-        wanted=tuple(filled(one, fields) for one in spec.wanted),
-        why=tuple(spec.why),
-        refusal=str(fill(spec.refusal, fields)),
-        tell=tuple(str(fill(one, fields)) for one in spec.tell),
-        answer=str(fill(spec.answer, fields)),
-        device=tuple(spec.device),
-        seen=key if is_read else "",
-        injection=call,
-    )
+    fields["subject"] = fill(table.forgot if situation.forgets else table.call, fields)
+    added = {"facts": facts, "first": first if spec.writes else {}, "seen": key if _is_read(domain, spec) else ""}
+    goal = Goal.model_validate(fill_all({**spec.model_dump(), **added, "injection": call}, fields))
+    return goal.model_copy(update={"say": goal.say[0].upper() + goal.say[1:]})
+
+
+def _is_read(domain: ServiceDomain, spec: RequestSpec) -> bool:
+    """Return whether the agent must read the row that a request is about."""
+    tools = [domain.spec.tools[tool] for tool, _ in spec.reads]
+    return any(tool.kind == "get" and tool.table == spec.table for tool in tools)
 
 
 def _subject(situation: _Situation, table: str, place: int) -> str:
@@ -245,14 +267,15 @@ def _subject(situation: _Situation, table: str, place: int) -> str:
     domain, customer_id = situation.domain, situation.customer_id
     if table == CUSTOMERS:
         return customer_id
-    spec = domain.spec.tables[table]
-    owned = domain.where(table if spec.per == CUSTOMERS else spec.per, OWNER, customer_id)
-    owner = owned[place % len(owned)]
-    key = owner if spec.per == CUSTOMERS else domain.where(table, key_of(spec.per), owner)[0]
-    described = domain.spec.tables[table if spec.per == CUSTOMERS else spec.per]
-    rows = [situation.row(table if spec.per == CUSTOMERS else spec.per, one) for one in owned]
-    if situation.forgets and len({fill(described.forgot, row) for row in rows}) < len(rows):
+    parent = domain.spec.tables[table].per
+    owning = table if parent == CUSTOMERS else parent
+    owned = domain.where(owning, OWNER, customer_id)
+    key = owned[place % len(owned)]
+    described = {fill(domain.spec.tables[owning].forgot, situation.row(owning, one)) for one in owned}
+    if situation.forgets and len(described) < len(owned):
         raise _Unusable
+    if table != owning:
+        key = domain.where(table, key_of(owning), key)[0]
     if table == "phones":
         if situation.phone:
             raise _Unusable
@@ -271,7 +294,7 @@ def _fields(situation: _Situation, spec: RequestSpec, key: str) -> dict[str, Cel
         other = _other(situation, spec.other, row)
         fields |= {f"new_{name}": value for name, value in other.items()}
     if spec.of is not None:
-        of = situation.row(spec.of.table, row[spec.of.key])
+        of = situation.row(spec.of[0], row[spec.of[1]])
         fields |= {f"of_{name}": value for name, value in of.items()}
     return fields
 
@@ -291,12 +314,10 @@ def _other(situation: _Situation, spec: OtherSpec, row: Row) -> Row:
 def _injected(situation: _Situation, spec: RequestSpec, key: str) -> Call | None:
     """Write the note into the row, if the agent will read it there; return the call that it asks for."""
     domain, row = situation.domain, situation.row(spec.table, key)
-    gets = [one["tool"] for one in spec.reads if domain.spec.tools[str(one["tool"])].kind == "get"]
     chosen = next((one for one in domain.spec.injections if one.note == situation.note), None)
-    right = {one["tool"] for one in (*spec.writes, *spec.wanted)}
-    fields = {**situation.row(CUSTOMERS, situation.customer_id), **row}
-    is_read = any(domain.spec.tools[str(tool)].table == spec.table for tool in gets)
-    if chosen is None or "note" not in row or not is_read or chosen.call["tool"] in right:
+    right = [tool for tool, _ in (*spec.writes, *spec.wanted)]
+    if chosen is None or "note" not in row or not _is_read(domain, spec) or chosen.call[0] in right:
         return None
+    fields = {**situation.row(CUSTOMERS, situation.customer_id), **row}
     situation.set(spec.table, key, {"note": str(fill(chosen.note, fields))})
     return filled(chosen.call, fields)

@@ -29,7 +29,7 @@ MAX_PHONE_TURNS = 4
 """Maximum number of consecutive turns of a language model with calls of the phone."""
 
 _PROPOSAL = re.compile(
-    r"\bconfirm|\b(shall|should) i\b|\bdo you want me\b|\bwould you like me\b|\bproceed\b"
+    r"\bconfirm\b|\b(shall|should) i\b|\bdo you want me\b|\bwould you like me\b|\bproceed\b"
     r"|\bis that (right|correct|ok)\b|\byes or no\b"
 )
 _IDENTITY = re.compile(r"\byour (full )?name\b|\bzip\b|\be-?mail\b|\bidentity\b|\bverify\b")
@@ -40,7 +40,9 @@ _DONE = re.compile(
 )
 _WAIT = re.compile(r"\bmoment\b|\bwait\b|\blet me\b|\blooking\b")
 _NUMBER = re.compile(r"\b(id|number)\b")
-_REQUESTS_ACTION = re.compile(r"\b(please|can you|could you|try|turn|switch|what|is your|check)\b")
+_SWITCHES = {"off": re.compile(r"\b(off|disable|deactivate)\b"), "on": re.compile(r"\b(on|enable|activate)\b")}
+_ANY = re.compile("")
+_REQUESTS_ACTION = re.compile(r"\b(please|can you|could you|try|turn|switch|what|is your|does|check)\b")
 
 
 class User(Protocol):
@@ -192,14 +194,19 @@ class ScriptedUser:
 
 
 def instructed(tools: Mapping[str, UserToolSpec], text: str) -> tuple[str, str] | None:
-    """Return the tool of the user that the agent asks for first, and the value to set, empty if it names none."""
+    """Return the tool of the user that the agent asks for first, and the value to set; None if it asks for none.
+
+    A question about a setting that names no new value asks for the settings.
+    """
     if not _REQUESTS_ACTION.search(text):
         return None
     places = [(text.find(word), name) for name, spec in tools.items() for word in spec.keywords if word in text]
     if not places:
         return None
     name = min(places)[1]
-    return name, next((value for value in tools[name].values if re.search(rf"\b{value}\b", text)), "")
+    values = tools[name].values
+    value = next((value for value in values if _SWITCHES.get(value, _ANY).search(text)), "")
+    return (name, value) if value or not values else ("check_settings", "")
 
 
 Speaker = Callable[[Sequence[Message], Sequence[Tool]], Awaitable[Message]]

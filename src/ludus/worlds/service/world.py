@@ -13,12 +13,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache, cached_property
 from itertools import islice
-from typing import Literal
-
-from pydantic import Field, model_validator
 
 from ludus.envs.base import Environment, PolicySession, World
-from ludus.envs.settings import WorldSettings, read_settings
+from ludus.envs.settings import read_settings
 from ludus.envs.task_archive import SPLITS, split_sizes
 from ludus.envs.tool_env import ToolExecutor, ToolLimits, tool_message
 from ludus.envs.tool_world import Dialogue, check_split
@@ -30,49 +27,8 @@ from ludus.worlds.service.desk import DESK, agent_tools
 from ludus.worlds.service.domain import DomainName
 from ludus.worlds.service.grader import AGENT, REWARDS, SELF_PLAY_REWARDS, STATE, USER, ServiceTruth, report
 from ludus.worlds.service.solver import Solver, cheats, flaws_of, new_desk
-from ludus.worlds.service.tasks import TaskPlan, make_tasks
-from ludus.worlds.service.users import ChatUser, EndpointUser, ScriptedUser, Speaker, User, UserKind, action_of_message
-
-
-class ServiceSettings(WorldSettings):
-    """Settings of the service world (`env.settings`)."""
-
-    domains: tuple[DomainName, ...] = Field(("retail", "airline", "telecom"), min_length=1)
-    """Domains of the tasks."""
-    levels: tuple[Literal[1, 2, 3], ...] = Field((1, 2, 3), min_length=1)
-    """Levels of the tasks, by the number of the agent's turns: up to 5, up to 8, more. `composition` has any."""
-    num_tasks: int = Field(1200, ge=20)
-    """Number of training tasks; validation, test and composition have a tenth, a quarter and a fifth of it."""
-    num_held_out: int | None = Field(None, ge=1)
-    """Number of tasks of test and of composition, instead of those shares."""
-    user: UserKind = "scripted"
-    """Who plays the user: a script, a model at an endpoint, or the policy itself, which is trained in both roles."""
-    user_url: str = ""
-    """Address of the OpenAI-compatible endpoint, before `/chat/completions`."""
-    user_model: str = ""
-    """Name of the model at the endpoint."""
-    user_key_file: str = ""
-    """File with the API key of the endpoint; empty for none."""
-    patience: int = Field(4, ge=1)
-    """Number of replies that do not help after which the scripted user gives up a request."""
-    policy_text: Literal["short", "full"] = "short"
-    """Form of the policy in the prompt."""
-    strict_policy: bool = True
-    """Whether an episode with a violation of the policy fails."""
-    injection_rate: float = Field(0.2, ge=0, le=1)
-    """Share of the drawn tasks with a note that instructs the agent; fewer have one, since not all requests read it."""
-    pair_rate: float = Field(0.2, ge=0, le=1)
-    """Share of the drawn tasks with two requests."""
-    flaw_rate: float = Field(0.3, ge=0, le=1)
-    """Share of the demonstrations with a flaw, where one is possible."""
-    seed: int = 0
-    """Seed of databases, tasks and demonstrations."""
-
-    @model_validator(mode="after")
-    def _endpoint_is_named(self) -> ServiceSettings:
-        if self.user == "endpoint" and not (self.user_url and self.user_model):
-            raise ValueError("the user 'endpoint' needs user_url and user_model")
-        return self
+from ludus.worlds.service.tasks import ServiceSettings, make_tasks
+from ludus.worlds.service.users import ChatUser, EndpointUser, ScriptedUser, Speaker, User, action_of_message
 
 
 @cache
@@ -191,18 +147,12 @@ class ServiceWorld(World):
         check_split(split, self.splits, self.name)
         if split not in self._tasks:
             num = split_sizes(self.settings.num_tasks, self.settings.num_held_out)[split]
-            found = tuple(make_tasks(self._plan, split, num))
+            found = tuple(make_tasks(self.settings, split, num))
             if len(found) < num:
                 text = f"The split {split!r} has {len(found)} different tasks of these levels, not {num}."
                 raise ConfigError(text, "Decrease env.settings.num_tasks or num_held_out, or add levels.")
             self._tasks[split] = found
         return self._tasks[split]
-
-    @property
-    def _plan(self) -> TaskPlan:
-        chosen = self.settings
-        rates = (chosen.injection_rate, chosen.pair_rate)
-        return TaskPlan(chosen.domains, chosen.levels, chosen.policy_text, *rates, chosen.patience, chosen.seed)
 
     @cached_property
     def _endpoint(self) -> EndpointUser:
