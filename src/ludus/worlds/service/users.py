@@ -40,7 +40,10 @@ _DONE = re.compile(
 )
 _WAIT = re.compile(r"\bmoment\b|\bwait\b|\blet me\b|\blooking\b")
 _NUMBER = re.compile(r"\b(id|number)\b")
-_SWITCHES = {"off": re.compile(r"\b(off|disable|deactivate)\b"), "on": re.compile(r"\b(on|enable|activate)\b")}
+_SWITCHES = {
+    "off": re.compile(r"\b(off|disable|deactivate)\b"),
+    "on": re.compile(r"\b(turn|switch|set)\b[^.?!]*\bon\b|\b(enable|activate)\b"),
+}
 _ANY = re.compile("")
 _REQUESTS_ACTION = re.compile(r"\b(please|can you|could you|try|turn|switch|what|is your|does|check)\b")
 
