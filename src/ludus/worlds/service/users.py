@@ -23,6 +23,8 @@ from ludus.worlds.service.desk import MAX_READ, Desk, mentions, mentions_all, ph
 from ludus.worlds.service.domain import Cell, UserToolSpec, user_texts
 from ludus.worlds.service.grader import REFUSAL, Goal, Script
 
+UserKind = Literal["scripted", "endpoint", "policy"]
+"""Who plays the user: the script, a model at an endpoint, or the policy itself."""
 STOP = "###STOP###"
 """Text with which a language model ends the episode as the user; the agent never sees it."""
 MAX_PHONE_TURNS = 4
@@ -341,7 +343,3 @@ class EndpointUser:
 def _tool_call(call: _ReplyCall) -> MessageToolCall:
     function = FunctionCall(name=call.function.name, arguments=call.function.arguments)
     return MessageToolCall(id=call.id, type="function", function=function)
-
-
-UserKind = Literal["scripted", "endpoint", "policy"]
-"""Who plays the user: the script, a model at an endpoint, or the policy itself."""
