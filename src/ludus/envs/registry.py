@@ -35,6 +35,7 @@ WORLDS: Mapping[str, str] = {
     "puzzles": "ludus.worlds.puzzles.world:make_puzzles_world",
     "research": "ludus.worlds.research.world:make_research_world",
     "search": "ludus.worlds.search.world:make_search_world",
+    "service": "ludus.worlds.service.world:make_service_world",
     "sql": "ludus.worlds.sql.world:make_sql_world",
     "terminal": "ludus.worlds.terminal.world:make_terminal_world",
     "swe": "ludus.worlds.swe.world:make_swe_world",
