@@ -25,6 +25,7 @@ QUICK = {
     "research": ("research", {"num_tasks": 60}, 8),
     "research reports": ("research", {"tasks": "report", "num_tasks": 60}, 8),
     "search": ("search", {}, 8),
+    "service": ("service", {"num_tasks": 60, "num_held_out": 10}, 8),
     "sql": ("sql", {"tasks": 60}, 8),
 }
 """World, settings, number of tasks."""

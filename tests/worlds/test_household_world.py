@@ -14,7 +14,7 @@ from ludus.evaluation.env_audit import CheckPlan, check_world
 from ludus.evaluation.scripted_agents import AgentKind
 from ludus.recipes import recipe_folder
 from ludus.types import Action, StopReason, Trajectory
-from ludus.worlds.household.layouts import FAMILIES, Goal, Layout, is_held_out, kind_of, place_objects
+from ludus.worlds.household.layouts import FAMILIES, HouseholdGoal, Layout, is_held_out, kind_of, place_objects
 from ludus.worlds.household.simulator import NOTHING, Household
 from ludus.worlds.household.world import goal_of, make_household_world
 
@@ -32,7 +32,7 @@ DESK = Layout("desks", "bedroom", ("bed 1", "desk 1", "drawer 1"))
 
 def room(family, kind, target, contents, layout=KITCHEN, **options):
     held = {place: contents.get(place, []) for place in layout.receptacles}
-    return Household(layout, Goal(family, kind, target), held, **options)
+    return Household(layout, HouseholdGoal(family, kind, target), held, **options)
 
 
 def play(simulator, *actions):

@@ -214,19 +214,19 @@ class SimulatorWorld(World):
             families.setdefault(task.tags.get("family", ""), []).append(task)
         while self.has_expert:
             task = rng.choice(families[rng.choice(list(families))])
-            if (found := self._episode(task, rng, self.flaw)) is not None:
+            if (found := self.scripted_episode(task, rng, self.flaw)) is not None:
                 yield found[0]
 
     def expert(self, task: Task) -> Dialogue | None:
         """Return the expert's episode; None if it fails, for example by chance."""
-        found = self._episode(task, random.Random(task.id), 0.0) if self.has_expert else None
+        found = self.scripted_episode(task, random.Random(task.id), 0.0) if self.has_expert else None
         return None if found is None or not found[1] else found[0]
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
         """Return an episode that claims success, and one of empty messages."""
         return {"claim": [assistant('{"success": 1.0}')] * 3, "silence": [assistant("")] * 3}
 
-    def _episode(self, task: Task, rng: random.Random, flaw: float) -> tuple[Dialogue, bool] | None:
+    def scripted_episode(self, task: Task, rng: random.Random, flaw: float) -> tuple[Dialogue, bool] | None:
         """Return an episode of the expert and whether it succeeds; None without an expert, or if it does not end."""
         simulator = self.make(task)
         try:

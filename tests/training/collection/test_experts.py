@@ -139,6 +139,7 @@ WORLDS_WITH_EXPERTS = {
     "puzzles": {"levels": [1], "num_tasks": 40},
     "research": {"num_tasks": 40},
     "search": {},
+    "service": {"num_tasks": 40, "num_held_out": 10},
     "sql": {"tasks": 60},
     "terminal": {},
 }

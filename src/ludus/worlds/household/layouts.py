@@ -64,7 +64,7 @@ class Layout:
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
+class HouseholdGoal:
     """A kind of object and the kind of receptacle that should hold it, or of lamp that should light it."""
 
     family: Family
@@ -131,7 +131,7 @@ def make_layouts(rooms: Sequence[str], seed: str) -> Iterator[Layout]:
         yield Layout(f"{room} {number}", room, names)
 
 
-def goals_of(layout: Layout, families: Sequence[Family]) -> Iterator[Goal]:
+def goals_of(layout: Layout, families: Sequence[Family]) -> Iterator[HouseholdGoal]:
     """Yield the goals that are possible in a layout."""
     data, kinds = room_data(), set(map(kind_of, layout.receptacles))
     objects = data.rooms[layout.room].objects
@@ -143,12 +143,14 @@ def goals_of(layout: Layout, families: Sequence[Family]) -> Iterator[Goal]:
         for family in families:
             device = data.devices.get(family)
             if family == "light":
-                yield from (Goal(family, kind, lamp) for lamp in lamps)
+                yield from (HouseholdGoal(family, kind, lamp) for lamp in lamps)
             elif device is None or (device in kinds and family in data.objects[kind].verbs):
-                yield from (Goal(family, kind, place) for place in places if len(places) > 1 and place != device)
+                yield from (
+                    HouseholdGoal(family, kind, place) for place in places if len(places) > 1 and place != device
+                )
 
 
-def place_objects(layout: Layout, goal: Goal, num: int, seed: str) -> dict[str, list[str]]:
+def place_objects(layout: Layout, goal: HouseholdGoal, num: int, seed: str) -> dict[str, list[str]]:
     """Return the objects in each receptacle: at least `num`, with those of the goal outside of its receptacles."""
     data, rng = room_data(), random.Random(seed)
     held: dict[str, list[str]] = {place: [] for place in layout.receptacles}

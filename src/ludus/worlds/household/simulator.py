@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 
 from ludus.envs.simulator_world import Observation, Simulator
-from ludus.worlds.household.layouts import ADJECTIVES, Goal, Layout, kind_of, listed, ranked, room_data
+from ludus.worlds.household.layouts import ADJECTIVES, HouseholdGoal, Layout, kind_of, listed, ranked, room_data
 
 NOTHING = "Nothing happens."
 _PUT = re.compile(r"^put (.+) (?:in|on) ")
@@ -22,7 +22,7 @@ class Household(Simulator):
     def __init__(
         self,
         layout: Layout,
-        goal: Goal,
+        goal: HouseholdGoal,
         contents: Mapping[str, Sequence[str]],
         *,
         admissible: bool = False,

@@ -24,7 +24,7 @@ from ludus.types import Message, Task
 from ludus.worlds.household.layouts import (
     FAMILIES,
     Family,
-    Goal,
+    HouseholdGoal,
     Layout,
     goals_of,
     is_held_out,
@@ -96,13 +96,14 @@ class HouseholdWorld(SimulatorWorld):
                 cheats[name] = shown.messages[len(task.prompt) :]
         return cheats
 
-    def _attempt(self, task: Task, goal: Goal) -> Dialogue | None:
+    def _attempt(self, task: Task, goal: HouseholdGoal) -> Dialogue | None:
         made = partial(simulate, self.layouts, self.settings, goal=goal)
-        return replace(self, make=made)._episode(task, random.Random(task.id), 0.0)
+        found = replace(self, make=made).scripted_episode(task, random.Random(task.id), 0.0)
+        return found[0] if found else None
 
 
 def simulate(
-    layouts: Mapping[str, Layout], settings: HouseholdSettings, task: Task, goal: Goal | None = None
+    layouts: Mapping[str, Layout], settings: HouseholdSettings, task: Task, goal: HouseholdGoal | None = None
 ) -> Household:
     """Return a new episode of a task, with another goal if there is one."""
     layout, given = layouts[task.tags["layout"]], goal_of(task)
@@ -111,20 +112,20 @@ def simulate(
     return Household(layout, goal or given, contents, admissible=settings.admissible, visits=visits)
 
 
-def wrong_goal(simulator: Household, forgets: bool, misplaces: bool) -> Goal:
+def wrong_goal(simulator: Household, forgets: bool, misplaces: bool) -> HouseholdGoal:
     """Return the goal in a receptacle of the first other kind in the room, or else without the state of the object."""
     goal = simulator.goal
     kinds = (kind_of(place) for place in simulator.layout.receptacles)
     other = next((kind for kind in kinds if kind != goal.target and not simulator.holds(kind, goal.kind)), "")
     if misplaces and other:
-        return Goal("two" if goal.count > 1 else "place", goal.kind, other)
+        return HouseholdGoal("two" if goal.count > 1 else "place", goal.kind, other)
     return replace(goal, family="place") if forgets and goal.adjective else goal
 
 
-def goal_of(task: Task) -> Goal:
+def goal_of(task: Task) -> HouseholdGoal:
     """Return the goal in the tags of a task."""
     family = next(one for one in FAMILIES if one == task.tags["family"])
-    return Goal(family, task.tags["object"], task.tags["target"])
+    return HouseholdGoal(family, task.tags["object"], task.tags["target"])
 
 
 def split_layouts(settings: HouseholdSettings) -> dict[str, list[Layout]]:
@@ -139,7 +140,7 @@ def split_layouts(settings: HouseholdSettings) -> dict[str, list[Layout]]:
 def tasks_of(layout: Layout, split: str, settings: HouseholdSettings) -> Iterator[Task]:
     """Yield the tasks in a layout, of its families in turn."""
     rng, new = random.Random(f"household/{settings.seed}/tasks/{layout.name}"), split == "composition"
-    by_family: dict[str, list[Goal]] = {}
+    by_family: dict[str, list[HouseholdGoal]] = {}
     for goal in goals_of(layout, settings.families):
         if is_held_out(goal.kind, goal.target) is new:
             by_family.setdefault(goal.family, []).append(goal)

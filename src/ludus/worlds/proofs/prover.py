@@ -96,7 +96,7 @@ class InferenceRule:
         return tuple(one for one in self.variables if one not in self.statement)
 
 
-class Step(NamedTuple):
+class ProofStep(NamedTuple):
     """A step of a proof: its text, Metamath steps before those of the hypotheses, its label, and the hypotheses."""
 
     text: str
@@ -113,7 +113,7 @@ class Proof:
     hypotheses: Mapping[str, Formula]
     goal: Formula
     goals: list[Formula] = field(default_factory=list)
-    steps: list[Step] = field(default_factory=list)
+    steps: list[ProofStep] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         self.goals = [self.goal]
@@ -127,7 +127,7 @@ class Proof:
         if label in self.hypotheses:
             if self.hypotheses[label] != goal or given:
                 raise ProofError(f"{label} is not the first goal")
-            self._push(Step(text, (), label, ()))
+            self._push(ProofStep(text, (), label, ()))
             return
         if (rule := self.rules.get(label)) is None:
             raise ProofError(f"no rule {label[:20]!r}")
@@ -139,9 +139,9 @@ class Proof:
             raise ProofError(f"{label} needs {len(rule.extra)} formulas")
         found |= dict(zip(rule.extra, values, strict=True))
         made = tuple(step for name in rule.variables for step in construction(found[name]))
-        self._push(Step(text, made, label, tuple(replaced(one, found) for one in rule.hypotheses)))
+        self._push(ProofStep(text, made, label, tuple(replaced(one, found) for one in rule.hypotheses)))
 
-    def _push(self, step: Step) -> None:
+    def _push(self, step: ProofStep) -> None:
         self.goals[:1] = step.goals
         self.steps.append(step)
 

@@ -16,7 +16,7 @@ from ludus.envs.simulator_world import Observation, Simulator, SimulatorWorld, m
 from ludus.envs.tool_env import ToolLimits
 from ludus.types import Task
 from ludus.worlds.proofs.metamath import ProofError
-from ludus.worlds.proofs.prover import VARIABLES, Formula, Proof, InferenceRule, logic, match, replaced, subformulas
+from ludus.worlds.proofs.prover import VARIABLES, Formula, InferenceRule, Proof, logic, match, replaced, subformulas
 
 Level = Literal[1, 2, 3, 4]
 _SHARES: Final = {"train": 0.7, "validation": 0.1, "test": 0.2}
