@@ -31,6 +31,7 @@ WORLDS: Mapping[str, str] = {
     "math": "ludus.worlds.math.world:make_math_world",
     "proposals": "ludus.worlds.proposals.world:make_proposals_world",
     "search": "ludus.worlds.search.world:make_search_world",
+    "shop": "ludus.worlds.shop.world:make_shop_world",
     "sql": "ludus.worlds.sql.world:make_sql_world",
     "terminal": "ludus.worlds.terminal.world:make_terminal_world",
     "swe": "ludus.worlds.swe.world:make_swe_world",
