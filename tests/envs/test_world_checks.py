@@ -21,6 +21,7 @@ QUICK = {
     "math with a calculator": ("math", {"tool": "calculator", "num_tasks": 60}, 12),
     "math without tools": ("math", {"tool": "none", "num_tasks": 60}, 12),
     "search": ("search", {}, 8),
+    "shop": ("shop", {"num_tasks": 60}, 12),
     "sql": ("sql", {"tasks": 60}, 8),
 }
 """World, settings, number of tasks."""

@@ -135,6 +135,7 @@ WORLDS_WITH_EXPERTS = {
     "guess": {},
     "math": {"tool": "calculator", "num_tasks": 60},
     "search": {},
+    "shop": {"num_tasks": 40},
     "sql": {"tasks": 60},
     "terminal": {},
 }

@@ -11,20 +11,21 @@ import shutil
 import threading
 from collections.abc import Coroutine
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 from urllib.parse import parse_qs
 
 from ludus.errors import UserError, WorldError
 from ludus.worlds.shop.pages import as_document
-from ludus.worlds.shop.session import ShopAction, ShopSession
+from ludus.worlds.shop.session import ShopAction, ShopSession, PageVisit
 
 if TYPE_CHECKING:
-    from playwright.async_api import Browser, BrowserContext, Page, Playwright
+    from playwright.async_api import Browser, Page, Playwright
 
 T = TypeVar("T")
 
 TIMEOUT_S = 30.0
 """Timeout of an operation in the browser."""
+_BUTTONS = "button[name=click]"
 MAX_BODY = 10_000
 """Largest form in bytes."""
 
@@ -45,9 +46,6 @@ class ShopServer(ThreadingHTTPServer):
         path = f"/{next(self._numbers)}"
         self.sessions[path] = session
         return path
-
-    def url(self, path: str) -> str:
-        return f"http://127.0.0.1:{self.server_address[1]}{path}"
 
 
 class _Handler(BaseHTTPRequestHandler):
@@ -83,6 +81,13 @@ class _Handler(BaseHTTPRequestHandler):
         """Log nothing."""
 
 
+class _Running(NamedTuple):
+    loop: asyncio.AbstractEventLoop
+    server: ShopServer
+    playwright: Playwright
+    browser: Browser
+
+
 class ShopBrowser:
     """Server and browser, started at the first visit. Safe to use from several threads.
 
@@ -92,54 +97,30 @@ class ShopBrowser:
     def __init__(self, executable: str = "") -> None:
         self._executable = executable or shutil.which("chromium")
         self._lock = threading.Lock()
-        self._loop: asyncio.AbstractEventLoop | None = None
-        self._server: ShopServer | None = None
-        self._playwright: Playwright | None = None
-        self._browser: Browser | None = None
+        self._running: _Running | None = None
 
     def open(self, session: ShopSession) -> BrowserVisit:
         """Return a visit at its first page. Raises UserError without Playwright or Chromium."""
         with self._lock:
-            if self._loop is None or self._server is None:
-                self._start()
-        assert self._server is not None
-        path = self._server.add(session)
-        context, page = self.run(self._open(self._server.url(path)))
-        return BrowserVisit(self, path, context, page)
-
-    def run(self, work: Coroutine[object, object, T]) -> T:
-        """Run a coroutine on the loop of the browser. Raises WorldError if the browser fails or times out."""
-        from playwright.async_api import Error
-
-        assert self._loop is not None
-        future = asyncio.run_coroutine_threadsafe(work, self._loop)
-        try:
-            return future.result(TIMEOUT_S)
-        except (Error, TimeoutError) as error:
-            future.cancel()
-            raise WorldError(
-                f"The browser failed: {error}", "Reduce rollout.concurrency, or check Chromium."
-            ) from error
-
-    def release(self, path: str) -> None:
-        """Forget a visit."""
-        if self._server is not None:
-            self._server.sessions.pop(path, None)
+            running = self._running = self._running or self._start()
+        path = running.server.add(session)
+        url = f"http://127.0.0.1:{running.server.server_address[1]}{path}"
+        return BrowserVisit(running, path, _run(running.loop, _open_page(running.browser, url)))
 
     def close(self) -> None:
-        """Stop browser and server."""
+        """Stop browser and server, if they run."""
         with self._lock:
-            if self._server is not None:
-                self._server.shutdown()
-                self._server.server_close()
-            if self._loop is not None:
-                self.run(self._stop())
-                self._loop.call_soon_threadsafe(self._loop.stop)
-            self._loop = self._server = self._playwright = self._browser = None
+            running, self._running = self._running, None
+        if running is not None:
+            running.server.shutdown()
+            running.server.server_close()
+            _run(running.loop, running.browser.close())
+            _run(running.loop, running.playwright.stop())
+            running.loop.call_soon_threadsafe(running.loop.stop)
 
-    def _start(self) -> None:
+    def _start(self) -> _Running:
         try:
-            from playwright.async_api import Error
+            from playwright.async_api import Error, async_playwright
         except ImportError as error:
             raise UserError(
                 "env.settings.observation = 'browser' needs the package playwright.",
@@ -147,76 +128,76 @@ class ShopBrowser:
             ) from error
         loop = asyncio.new_event_loop()
         threading.Thread(target=loop.run_forever, name="shop-browser", daemon=True).start()
+        playwright = _run(loop, async_playwright().start())
+        launch = playwright.chromium.launch(executable_path=self._executable, args=["--no-sandbox"], headless=True)
         try:
-            asyncio.run_coroutine_threadsafe(self._launch(), loop).result(TIMEOUT_S)
+            browser = asyncio.run_coroutine_threadsafe(launch, loop).result()
         except Error as error:
+            _run(loop, playwright.stop())
             loop.call_soon_threadsafe(loop.stop)
             raise UserError(
                 f"Chromium does not start: {error.message.splitlines()[0]}",
                 "Install it (`playwright install chromium`), or set env.settings.chromium to its path.",
             ) from error
-        self._loop, self._server = loop, ShopServer()
-
-    async def _launch(self) -> None:
-        from playwright.async_api import async_playwright
-
-        self._playwright = await async_playwright().start()
-        self._browser = await self._playwright.chromium.launch(
-            executable_path=self._executable, args=["--no-sandbox"], headless=True
-        )
-
-    async def _open(self, url: str) -> tuple[BrowserContext, Page]:
-        assert self._browser is not None
-        context = await self._browser.new_context(viewport={"width": 800, "height": 700})
-        page = await context.new_page()
-        await page.goto(url)
-        return context, page
-
-    async def _stop(self) -> None:
-        if self._browser is not None:
-            await self._browser.close()
-        if self._playwright is not None:
-            await self._playwright.stop()
+        return _Running(loop, ShopServer(), playwright, browser)
 
 
-class BrowserVisit:
+class BrowserVisit(PageVisit):
     """A visit in its own browser context. Observations are read from the document, and clicks are clicks of a mouse."""
 
-    def __init__(self, browser: ShopBrowser, path: str, context: BrowserContext, page: Page) -> None:
+    def __init__(self, running: _Running, path: str, page: Page) -> None:
         self.page = page
-        self._browser, self._path, self._context = browser, path, context
+        self._running, self._path = running, path
 
     def read(self) -> str:
         """Return the visible text of the document, without empty lines."""
-        text = self._browser.run(self.page.inner_text("body"))
+        text = _run(self._running.loop, self.page.inner_text("body"))
         return "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
 
     def clickable(self) -> list[str]:
-        """Return the labels of the buttons in the document."""
-        return self._browser.run(self.page.locator("button[name=click]").all_inner_texts())
+        return _run(self._running.loop, self.page.locator(_BUTTONS).all_inner_texts())
 
     def act(self, action: ShopAction) -> bool:
-        """Fill in the search field, or click a button; return false if the document does not have it."""
-        return self._browser.run(self._act(action))
+        return _run(self._running.loop, _act(self.page, action))
 
     def close(self) -> None:
         """Close the context."""
-        self._browser.release(self._path)
-        self._browser.run(self._context.close())
+        self._running.server.sessions.pop(self._path, None)
+        _run(self._running.loop, self.page.context.close())
 
-    async def _act(self, action: ShopAction) -> bool:
-        if action.is_search:
-            if not await self.page.locator("input[name=query]").count():
-                return False
-            await self.page.locator("input[name=query]").fill(action.argument)
-            target = self.page.get_by_role("button", name="Search", exact=True)
-        else:
-            buttons = self.page.locator("button[name=click]")
-            labels = await buttons.all_inner_texts()
-            label = action.find(labels)
-            if label is None:
-                return False
-            target = buttons.nth(labels.index(label))
-        async with self.page.expect_navigation():
-            await target.click()
-        return True
+
+async def _open_page(browser: Browser, url: str) -> Page:
+    page = await (await browser.new_context(viewport={"width": 800, "height": 700})).new_page()
+    await page.goto(url)
+    return page
+
+
+async def _act(page: Page, action: ShopAction) -> bool:
+    """Fill in the search field, or click a button; return false if the document does not have it."""
+    if action.is_search:
+        field = page.locator("input[name=query]")
+        if not await field.count():
+            return False
+        await field.fill(action.argument)
+        target = page.get_by_role("button", name="Search", exact=True)
+    else:
+        labels = await page.locator(_BUTTONS).all_inner_texts()
+        label = action.find(labels)
+        if label is None:
+            return False
+        target = page.locator(_BUTTONS).nth(labels.index(label))
+    async with page.expect_navigation(wait_until="domcontentloaded"):
+        await target.click()
+    return True
+
+
+def _run(loop: asyncio.AbstractEventLoop, work: Coroutine[object, object, T]) -> T:
+    """Run a coroutine on the loop of the browser. Raises WorldError if the browser fails or times out."""
+    from playwright.async_api import Error
+
+    future = asyncio.run_coroutine_threadsafe(work, loop)
+    try:
+        return future.result(TIMEOUT_S)
+    except (Error, TimeoutError) as error:
+        future.cancel()
+        raise WorldError(f"The browser failed: {error}", "Reduce rollout.concurrency, or check Chromium.") from error

@@ -83,7 +83,7 @@ class Product:
         return f"{self.brand} made this {self.type} for {self.use}."
 
 
-class Catalogue:
+class ProductCatalogue:
     """All products in an SQLite database in memory, read-only after its construction; safe to share between threads."""
 
     def __init__(self, products: Sequence[Product]) -> None:
@@ -107,10 +107,6 @@ class Catalogue:
         terms = sorted(words - self._common or words)
         return [self.products[id_] for id_ in self._search(" OR ".join(f'"{term}"' for term in terms))] if terms else []
 
-    def of_type(self, type_: str) -> Sequence[Product]:
-        """Return the products of a type."""
-        return _by_type(self)[type_]
-
     def _run(self, expression: str) -> tuple[str, ...]:
         statement = "SELECT rowid FROM products WHERE products MATCH ? ORDER BY rank, rowid LIMIT ?"
         with self._lock:
@@ -128,14 +124,6 @@ def _indexed(product: Product) -> str:
 
 
 @cache
-def _by_type(catalogue: Catalogue) -> Mapping[str, Sequence[Product]]:
-    found: dict[str, list[Product]] = {}
-    for product in catalogue.products.values():
-        found.setdefault(product.type, []).append(product)
-    return found
-
-
-@cache
 def catalogue_data() -> CatalogueData:
     """Return the content of the data file."""
     text = (files(__package__) / "data/catalogue.toml").read_text("utf-8")
@@ -143,13 +131,13 @@ def catalogue_data() -> CatalogueData:
 
 
 @cache
-def catalogue() -> Catalogue:
+def catalogue() -> ProductCatalogue:
     """Return the catalogue, which is built once per process."""
     data, rng = catalogue_data(), random.Random("shop catalogue")
     drawn = [one for name, category in data.categories.items() for one in _products(name, category, data, rng)]
     rng.shuffle(drawn)
     numbers = rng.sample(range(len(_LETTERS) ** 3), len(drawn))
-    return Catalogue([replace(one, id=_id(number)) for one, number in zip(drawn, numbers, strict=True)])
+    return ProductCatalogue([replace(one, id=_id(number)) for one, number in zip(drawn, numbers, strict=True)])
 
 
 def _products(name: str, category: Category, data: CatalogueData, rng: random.Random) -> Iterator[Product]:
@@ -166,8 +154,8 @@ def _products(name: str, category: Category, data: CatalogueData, rng: random.Ra
         yield replace(first, is_cheapest=True)
         changed = (*attributes[:position], other, *attributes[position + 1 :])
         yield replace(first, brand=rng.choice(brands), attributes=changed)
-        value = rng.choice([one for one in data.options[option] if one not in options[option]])
-        replaced = (value, *options[option][1:])
+        new = rng.choice([value for value in data.options[option] if value not in options[option]])
+        replaced = tuple(value for value in data.options[option] if value in (new, *options[option][1:]))
         yield replace(first, brand=rng.choice(brands), options={**options, option: replaced})
         for _ in range(NUM_EXPENSIVE):
             yield replace(first, brand=rng.choice(brands), price=_price(round(price * rng.uniform(1.3, 2) + 10)))

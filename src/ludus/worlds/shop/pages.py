@@ -6,21 +6,15 @@ A page is a list of lines, and a line is a list of spans. The three renderings o
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import cache
 from html import escape
+from importlib.resources import files
 from typing import Literal, NamedTuple
 
 from ludus.worlds.shop.catalogue import Product
 
 NEXT, PREVIOUS, BACK = "Next >", "< Prev", "Back to Search"
 BUY, DESCRIPTION, FEATURES = "Buy Now", "Description", "Features"
-
-STYLE = """
-body { font: 16px/1.5 sans-serif; margin: 2rem auto; max-width: 46rem; color: #222; }
-h1 { font-size: 1.2rem; }
-p { margin: .5rem 0; }
-input { font: inherit; width: 24rem; padding: .3rem; }
-button { font: inherit; padding: .1rem .5rem; border: 1px solid #888; border-radius: .3rem; background: #f4f4f4; }
-"""
 
 
 class Span(NamedTuple):
@@ -93,10 +87,13 @@ def as_html(page: Page) -> str:
 
 
 def as_document(page: Page) -> str:
-    """Return a complete HTML document, whose buttons send the form."""
-    body = _html(page, values=True)
-    head = f"<!doctype html><html lang='en'><meta charset='utf-8'><title>Shop</title><style>{STYLE}</style>"
-    return f"{head}<body><form method='post' autocomplete='off'>\n{body}\n</form></body></html>"
+    """Return a complete HTML document, whose buttons send a form."""
+    return _template().replace("$body", _html(page, values=True))
+
+
+@cache
+def _template() -> str:
+    return (files(__package__) / "data/document.html").read_text("utf-8")
 
 
 def _html(page: Page, *, values: bool) -> str:

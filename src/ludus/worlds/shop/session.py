@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ludus.worlds.shop.catalogue import Catalogue, Product
+from ludus.worlds.shop.catalogue import ProductCatalogue, Product
 from ludus.worlds.shop.pages import (
     BACK,
     BUY,
@@ -89,7 +89,7 @@ class ShopSession:
     exploration checkpoints; `score` and `success` are 0 until the purchase.
     """
 
-    def __init__(self, goal: Goal, catalogue: Catalogue, page_size: int) -> None:
+    def __init__(self, goal: Goal, catalogue: ProductCatalogue, page_size: int) -> None:
         self.goal, self._catalogue, self._page_size = goal, catalogue, page_size
         self.place: Place = "search"
         self.query, self.page_number = "", 0
@@ -203,6 +203,28 @@ def parse_action(text: str) -> ShopAction | None:
     return ShopAction(found[1].casefold() == "search", found[2].strip()) if found else None
 
 
+class PageVisit:
+    """What a policy sees of a session, and how it acts on it; here without a browser."""
+
+    def __init__(self, render: Callable[[Page], str], session: ShopSession) -> None:
+        self._render, self._session = render, session
+
+    def read(self) -> str:
+        """Return the current page."""
+        return self._render(self._session.page)
+
+    def clickable(self) -> list[str]:
+        """Return the labels that can be clicked."""
+        return self._session.page.clickable
+
+    def act(self, action: ShopAction) -> bool:
+        """Apply an action; return false if it is not possible on the current page."""
+        return self._session.act(action)
+
+    def close(self) -> None:
+        """Release resources."""
+
+
 def num_checkpoints(goal: Goal) -> int:
     """Return the number of checkpoints of a goal: saw, opened and bought a right product, chose each option."""
     return 3 + len(goal.options)
@@ -250,7 +272,7 @@ def _item_label(session: ShopSession, product: Product, flaws: Flaws) -> str:
     return next((value for name, value in offered if session.chosen.get(name) != value), BUY)
 
 
-def expert_turns(goal: Goal, catalogue: Catalogue, page_size: int, limit: int) -> int | None:
+def expert_turns(goal: Goal, catalogue: ProductCatalogue, page_size: int, limit: int) -> int | None:
     """Return the number of turns in which the expert satisfies a goal; None if more than `limit`."""
     session = ShopSession(goal, catalogue, page_size)
     for turn in range(limit):

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import islice
-from typing import Literal, Protocol
+from typing import Literal
 
 from pydantic import Field
 
@@ -30,8 +30,8 @@ from ludus.worlds.shop.pages import BUY, Page, as_html, as_text, search_page
 from ludus.worlds.shop.session import (
     Flaws,
     Goal,
-    ShopAction,
     ShopSession,
+    PageVisit,
     expert_turns,
     num_checkpoints,
     parse_action,
@@ -80,45 +80,12 @@ class ShopSettings(WorldSettings):
     seed: int = 0
 
 
-class Visit(Protocol):
-    """What a policy sees of a session, and how it acts on it."""
-
-    def read(self) -> str:
-        """Return the current page."""
-
-    def clickable(self) -> list[str]:
-        """Return the labels that can be clicked."""
-
-    def act(self, action: ShopAction) -> bool:
-        """Apply an action; return false if it is not possible on the current page."""
-
-    def close(self) -> None:
-        """Release resources."""
-
-
-class RenderedVisit:
-    """A visit without a browser."""
-
-    def __init__(self, render: Callable[[Page], str], session: ShopSession) -> None:
-        self._render, self._session = render, session
-        self.act = session.act
-
-    def read(self) -> str:
-        return self._render(self._session.page)
-
-    def clickable(self) -> list[str]:
-        return self._session.page.clickable
-
-    def close(self) -> None:
-        """Do nothing."""
-
-
 class ShopSimulator(Simulator):
     """An episode. The reward of a purchase is its score."""
 
-    def __init__(self, session: ShopSession, open_visit: Callable[[ShopSession], Visit], flaws: Flaws) -> None:
+    def __init__(self, session: ShopSession, open_visit: Callable[[ShopSession], PageVisit], flaws: Flaws) -> None:
         self.session, self._open_visit, self._flaws = session, open_visit, flaws
-        self._visit: Visit | None = None
+        self._visit: PageVisit | None = None
 
     def reset(self) -> str:
         """Return the search page."""
@@ -150,7 +117,7 @@ class ShopSimulator(Simulator):
             self._visit.close()
 
     @property
-    def _visiting(self) -> Visit:
+    def _visiting(self) -> PageVisit:
         if self._visit is None:
             self._visit = self._open_visit(self.session)
         return self._visit
@@ -239,4 +206,4 @@ def _simulator(settings: ShopSettings, browser: ShopBrowser, flaws: Flaws, task:
     session = ShopSession(truth_of(task, Goal), catalogue(), settings.page_size)
     if settings.observation == "browser":
         return ShopSimulator(session, browser.open, flaws)
-    return ShopSimulator(session, partial(RenderedVisit, RENDERINGS[settings.observation]), flaws)
+    return ShopSimulator(session, partial(PageVisit, RENDERINGS[settings.observation]), flaws)
