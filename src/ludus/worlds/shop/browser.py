@@ -16,7 +16,7 @@ from urllib.parse import parse_qs
 
 from ludus.errors import UserError, WorldError
 from ludus.worlds.shop.pages import as_document
-from ludus.worlds.shop.session import ShopAction, ShopSession, PageVisit
+from ludus.worlds.shop.session import PageVisit, ShopAction, ShopSession
 
 if TYPE_CHECKING:
     from playwright.async_api import Browser, Page, Playwright

@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ludus.worlds.shop.catalogue import ProductCatalogue, Product
+from ludus.worlds.shop.catalogue import Product, ProductCatalogue
 from ludus.worlds.shop.pages import (
     BACK,
     BUY,

@@ -30,8 +30,8 @@ from ludus.worlds.shop.pages import BUY, Page, as_html, as_text, search_page
 from ludus.worlds.shop.session import (
     Flaws,
     Goal,
-    ShopSession,
     PageVisit,
+    ShopSession,
     expert_turns,
     num_checkpoints,
     parse_action,
