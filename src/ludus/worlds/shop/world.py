@@ -180,14 +180,18 @@ def make_shop_world(settings: Mapping[str, object], limits: ToolLimits) -> ShopW
 
 
 def make_tasks(settings: ShopSettings) -> dict[str, list[Task]]:
-    """Return the tasks by split; equal settings return equal tasks."""
+    """Return the tasks by split; equal settings return equal tasks. Raises ConfigError if there are too few."""
     categories = settings.categories or tuple(catalogue_data().categories)
     lists = {}
     for split, fraction in SPLITS.items():
         drawn = goals(split, settings.levels, categories, settings.seed)
         solvable = (one for one in drawn if _is_solvable(one[1], settings.page_size))
-        chosen = islice(solvable, round(fraction * settings.num_tasks))
-        lists[split] = [_task(f"{split}-{number}", *one, settings) for number, one in enumerate(chosen)]
+        num = round(fraction * settings.num_tasks)
+        chosen = enumerate(islice(solvable, num))
+        lists[split] = [_task(f"{split}-{number}", *one, settings) for number, one in chosen]
+        if len(lists[split]) < num:
+            text = f"env.settings: the split {split!r} has only {len(lists[split])} of {num} tasks."
+            raise ConfigError(text, "Reduce num_tasks, or add levels or categories.")
     return lists
 
 
