@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 """Timeout of an operation in the browser."""
 _BUTTONS = "button[name=click]"
 MAX_BODY = 10_000
@@ -168,6 +168,7 @@ class BrowserVisit(PageVisit):
 
 async def _open_page(browser: Browser, url: str) -> Page:
     page = await (await browser.new_context(viewport={"width": 800, "height": 700})).new_page()
+    page.set_default_timeout(TIMEOUT_S * 1000)
     await page.goto(url)
     return page
 
@@ -200,4 +201,6 @@ def _run(loop: asyncio.AbstractEventLoop, work: Coroutine[object, object, T]) ->
         return future.result(TIMEOUT_S)
     except (Error, TimeoutError) as error:
         future.cancel()
-        raise WorldError(f"The browser failed: {error}", "Reduce rollout.concurrency, or check Chromium.") from error
+        cause = str(error) or f"no reply within {TIMEOUT_S:g} s"
+        hint = "Reduce env.settings.browser_episodes, or check Chromium."
+        raise WorldError(f"The browser failed: {cause}", hint) from error

@@ -77,6 +77,8 @@ class ShopSettings(WorldSettings):
     """Fraction of the demonstrations that buy the first result without a look at price, attributes and options."""
     chromium: str = ""
     """Path of a Chromium; empty means `chromium` on the path, or else the browser of Playwright."""
+    browser_episodes: int = Field(8, ge=1)
+    """Maximum number of episodes at once in the browser."""
     seed: int = 0
 
 
@@ -129,6 +131,11 @@ class ShopWorld(SimulatorWorld):
 
     settings: ShopSettings = field(default_factory=ShopSettings)
     browser: ShopBrowser = field(default_factory=ShopBrowser)
+
+    @property
+    def episodes_at_once(self) -> int | None:
+        """The maximum number of episodes in the browser; None without a browser."""
+        return self.settings.browser_episodes if self.settings.observation == "browser" else None
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """Yield episodes of a shopper on training tasks, with systematic mistakes."""
