@@ -26,6 +26,7 @@ QUICK = {
     "research reports": ("research", {"tasks": "report", "num_tasks": 60}, 8),
     "search": ("search", {}, 8),
     "service": ("service", {"num_tasks": 60, "num_held_out": 10}, 8),
+    "shop": ("shop", {"num_tasks": 60}, 12),
     "sql": ("sql", {"tasks": 60}, 8),
 }
 """World, settings, number of tasks."""

@@ -36,6 +36,7 @@ WORLDS: Mapping[str, str] = {
     "research": "ludus.worlds.research.world:make_research_world",
     "search": "ludus.worlds.search.world:make_search_world",
     "service": "ludus.worlds.service.world:make_service_world",
+    "shop": "ludus.worlds.shop.world:make_shop_world",
     "sql": "ludus.worlds.sql.world:make_sql_world",
     "terminal": "ludus.worlds.terminal.world:make_terminal_world",
     "swe": "ludus.worlds.swe.world:make_swe_world",

@@ -140,6 +140,7 @@ WORLDS_WITH_EXPERTS = {
     "research": {"num_tasks": 40},
     "search": {},
     "service": {"num_tasks": 40, "num_held_out": 10},
+    "shop": {"num_tasks": 40},
     "sql": {"tasks": 60},
     "terminal": {},
 }

@@ -1,0 +1,1 @@
+"""The shop world: find and buy a product that satisfies an instruction."""

@@ -1,0 +1,220 @@
+"""The shop world: the task of WebShop (arXiv:2207.01206) over a generated catalogue.
+
+An episode searches, opens products, chooses options and buys. A policy sees pages as text, as simplified HTML, or as
+read from a browser; the state machine is the same.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from itertools import islice
+from typing import Literal
+
+from pydantic import Field
+
+from ludus.envs.messages import assistant
+from ludus.envs.settings import WorldSettings, read_settings
+from ludus.envs.simulator_world import SIMULATOR_REWARDS, Observation, Simulator, SimulatorWorld
+from ludus.envs.tool_env import ToolLimits
+from ludus.envs.tool_world import Dialogue
+from ludus.errors import ConfigError
+from ludus.rewards.base import truth_of
+from ludus.types import Message, Task
+from ludus.worlds.shop.browser import ShopBrowser
+from ludus.worlds.shop.catalogue import catalogue, catalogue_data
+from ludus.worlds.shop.pages import BUY, Page, as_html, as_text, search_page
+from ludus.worlds.shop.session import (
+    Flaws,
+    Goal,
+    PageVisit,
+    ShopSession,
+    expert_turns,
+    num_checkpoints,
+    parse_action,
+    shopper_action,
+)
+from ludus.worlds.shop.tasks import SPLITS, goals
+
+SYSTEM = "Buy what the user wants in a shop. Reply with search[words], or click[...] with an item, option or button."
+Rendering = Literal["text", "html", "browser"]
+MAX_EXPERT_TURNS = 12
+"""Maximum number of turns in which the expert solves a task."""
+RENDERINGS: Mapping[Rendering, Callable[[Page], str]] = {"text": as_text, "html": as_html, "browser": as_text}
+
+
+_PARTS = {part.name: part for part in SIMULATOR_REWARDS}
+WEBSHOP_REWARDS = (
+    replace(_PARTS["return"], name="score", weight=1.0, outcome=True),
+    replace(_PARTS["success"], weight=0.0, outcome=False),
+    _PARTS["valid_actions"],
+    _PARTS["coverage"],
+)
+"""The outcome is the score of the purchase."""
+
+
+class ShopSettings(WorldSettings):
+    """Settings of the shop world (`env.settings`)."""
+
+    observation: Rendering = "text"
+    """Pages as text, as simplified HTML, or as the visible text of a document in Chromium, with real clicks."""
+    reward: Literal["all_or_nothing", "webshop"] = "all_or_nothing"
+    """Outcome: 1 if all constraints are satisfied, or WebShop's score of the purchase between 0 and 1."""
+    levels: tuple[Literal[1, 2, 3], ...] = Field((1, 2, 3), min_length=1)
+    """Numbers of constraints besides type and price: 2 (level 1), 3 and 4. The split `composition` has 5."""
+    categories: tuple[str, ...] = ()
+    """Categories of the wanted products; empty means all."""
+    num_tasks: int = Field(1000, ge=10, le=20_000)
+    """Number of tasks of all splits together."""
+    page_size: int = Field(10, ge=3, le=10)
+    """Number of results on a page."""
+    forgets_option: float = Field(0.3, ge=0, le=1)
+    """Fraction of the demonstrations that do not choose the last option."""
+    takes_first: float = Field(0.3, ge=0, le=1)
+    """Fraction of the demonstrations that buy the first result without a look at price, attributes and options."""
+    chromium: str = ""
+    """Path of a Chromium; empty means `chromium` on the path, or else the browser of Playwright."""
+    browser_episodes: int = Field(8, ge=1)
+    """Maximum number of episodes at once in the browser."""
+    seed: int = 0
+
+
+class ShopSimulator(Simulator):
+    """An episode. The reward of a purchase is its score."""
+
+    def __init__(self, session: ShopSession, open_visit: Callable[[ShopSession], PageVisit], flaws: Flaws) -> None:
+        self.session, self._open_visit, self._flaws = session, open_visit, flaws
+        self._visit: PageVisit | None = None
+
+    def reset(self) -> str:
+        """Return the search page."""
+        return self._visiting.read()
+
+    def step(self, action: str) -> Observation:
+        """Apply `search[words]` or `click[label]`."""
+        parsed, visit = parse_action(action), self._visiting
+        if parsed is None or not visit.act(parsed):
+            labels = ", ".join(visit.clickable())
+            hint = f"Click one of: {labels}." if labels else "Use search[words]."
+            return Observation(f"Not possible on this page. {hint}", valid=False)
+        self.success, self.reached = self.session.success, self.session.reached
+        is_done = self.session.place == "done"
+        return Observation("" if is_done else visit.read(), self.session.score, is_done)
+
+    def actions(self) -> Sequence[str]:
+        """Return the clicks on the current page; empty on the search page."""
+        return [f"click[{label}]" for label in self.session.page.clickable]
+
+    def expert_action(self) -> str | None:
+        return shopper_action(self.session, self._flaws)
+
+    def state_key(self) -> str:
+        return self.session.key
+
+    def close(self) -> None:
+        if self._visit is not None:
+            self._visit.close()
+
+    @property
+    def _visiting(self) -> PageVisit:
+        if self._visit is None:
+            self._visit = self._open_visit(self.session)
+        return self._visit
+
+
+@dataclass(frozen=True)
+class ShopWorld(SimulatorWorld):
+    """Instructions to buy a product. `browser` is used if `settings.observation` is `browser`."""
+
+    settings: ShopSettings = field(default_factory=ShopSettings)
+    browser: ShopBrowser = field(default_factory=ShopBrowser)
+
+    @property
+    def episodes_at_once(self) -> int | None:
+        """The maximum number of episodes in the browser; None without a browser."""
+        return self.settings.browser_episodes if self.settings.observation == "browser" else None
+
+    def demonstrations(self, seed: int) -> Iterator[Dialogue]:
+        """Yield episodes of a shopper on training tasks, with systematic mistakes."""
+        rng, settings = random.Random(f"demonstrations:{self.settings.seed}:{seed}"), self.settings
+        while True:
+            flaws = Flaws(rng.random() < settings.forgets_option, rng.random() < settings.takes_first)
+            flawed = replace(self, make=partial(_simulator, settings, self.browser, flaws))
+            if (shown := flawed._episode(rng.choice(self.task_lists["train"]), rng, 0.0)) is not None:
+                yield shown
+
+    def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
+        """Return claims; unless partial scores are rewarded, also purchases without options."""
+        claims, goal, solution = super().cheats(task), truth_of(task, Goal), self.expert(task)
+        if self.settings.reward == "webshop" or solution is None:
+            return claims
+        first = catalogue().search(goal.instruction)[0].id
+        hasty = [f"search[{goal.instruction}]", f"click[{first}]", f"click[{BUY}]"]
+        values = {f"click[{value}]" for _, value in goal.options}
+        bare = [message for message in solution.messages if message["content"] not in values]
+        return {
+            **claims,
+            "first result": [assistant(text) for text in hasty],
+            "no options": [message for message in bare if message["role"] == "assistant"],
+        }
+
+    async def close(self) -> None:
+        """Close the browser."""
+        await asyncio.to_thread(self.browser.close)
+
+
+def make_shop_world(settings: Mapping[str, object], limits: ToolLimits) -> ShopWorld:
+    """Build the world (the registered factory). Raises ConfigError for invalid settings."""
+    chosen = read_settings(ShopSettings, settings)
+    known = list(catalogue_data().categories)
+    if unknown := [name for name in chosen.categories if name not in known]:
+        raise ConfigError(
+            f"env.settings.categories: there is no category {unknown[0]!r}.", f"Categories: {', '.join(known)}."
+        )
+    browser = ShopBrowser(chosen.chromium)
+    return ShopWorld(
+        name="shop",
+        task_lists=make_tasks(chosen),
+        make=partial(_simulator, chosen, browser, Flaws()),
+        blocks=chosen.observation == "browser",
+        rewards=SIMULATOR_REWARDS if chosen.reward == "all_or_nothing" else WEBSHOP_REWARDS,
+        settings=chosen,
+        browser=browser,
+    )
+
+
+def make_tasks(settings: ShopSettings) -> dict[str, list[Task]]:
+    """Return the tasks by split; equal settings return equal tasks. Raises ConfigError if there are too few."""
+    categories = settings.categories or tuple(catalogue_data().categories)
+    lists = {}
+    for split, fraction in SPLITS.items():
+        drawn = goals(split, settings.levels, categories, settings.seed)
+        solvable = (one for one in drawn if _is_solvable(one[1], settings.page_size))
+        num = round(fraction * settings.num_tasks)
+        chosen = enumerate(islice(solvable, num))
+        lists[split] = [_task(f"{split}-{number}", *one, settings) for number, one in chosen]
+        if len(lists[split]) < num:
+            text = f"env.settings: the split {split!r} has only {len(lists[split])} of {num} tasks."
+            raise ConfigError(text, "Reduce num_tasks, or add levels or categories.")
+    return lists
+
+
+def _is_solvable(goal: Goal, page_size: int) -> bool:
+    return expert_turns(goal, catalogue(), page_size, MAX_EXPERT_TURNS) is not None
+
+
+def _task(name: str, level: int, goal: Goal, settings: ShopSettings) -> Task:
+    page = RENDERINGS[settings.observation](search_page(goal.instruction))
+    prompt = (Message(role="system", content=SYSTEM), Message(role="user", content=page))
+    tags = {"split": name.partition("-")[0], "family": f"level {level}", "checkpoints": str(num_checkpoints(goal))}
+    return Task(name, prompt, goal, tags)
+
+
+def _simulator(settings: ShopSettings, browser: ShopBrowser, flaws: Flaws, task: Task) -> ShopSimulator:
+    session = ShopSession(truth_of(task, Goal), catalogue(), settings.page_size)
+    if settings.observation == "browser":
+        return ShopSimulator(session, browser.open, flaws)
+    return ShopSimulator(session, partial(PageVisit, RENDERINGS[settings.observation]), flaws)
