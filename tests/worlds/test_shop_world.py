@@ -18,7 +18,7 @@ from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of
 from ludus.recipes import recipe_folder
 from ludus.worlds.shop.catalogue import Product, catalogue, catalogue_data
 from ludus.worlds.shop.pages import as_document, as_html, as_text, item_page, results_page
-from ludus.worlds.shop.session import Goal, ShopSession, expert_turns, purchase_score, type_factor
+from ludus.worlds.shop.session import ShopGoal, ShopSession, expert_turns, purchase_score, type_factor
 from ludus.worlds.shop.tasks import SHAPES, is_held_out
 from ludus.worlds.shop.world import MAX_EXPERT_TURNS, make_shop_world
 
@@ -33,7 +33,7 @@ KETTLE = Product(
     29,
     "gifts",
 )
-GOAL = Goal("Buy it.", KETTLE.title, "tea kettle", ("rust free", "stackable"), (("material", "glass"),), 30)
+GOAL = ShopGoal("Buy it.", KETTLE.title, "tea kettle", ("rust free", "stackable"), (("material", "glass"),), 30)
 
 
 def simulator(task):

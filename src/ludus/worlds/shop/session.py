@@ -30,7 +30,7 @@ is hardly related."""
 
 
 @dataclass(frozen=True, slots=True)
-class Goal:
+class ShopGoal:
     """The constraints of an instruction: type, attributes, options by name, and the highest price.
 
     `title` is the title of a product that satisfies them.
@@ -55,7 +55,7 @@ class Goal:
         return product.type == self.type and has_options and has_attributes and product.price <= self.price
 
 
-def type_factor(goal: Goal, product: Product) -> float:
+def type_factor(goal: ShopGoal, product: Product) -> float:
     """Return the factor for the type of a product.
 
     With `m`, the fraction of the words of the goal's title that are in the product's title: 0 if m = 0, 0.1 if m < 0.1,
@@ -68,7 +68,7 @@ def type_factor(goal: Goal, product: Product) -> float:
     return 1.0 if product.type == goal.type or match > MATCH else 0.5
 
 
-def purchase_score(goal: Goal, product: Product, chosen: dict[str, str]) -> float:
+def purchase_score(goal: ShopGoal, product: Product, chosen: dict[str, str]) -> float:
     """Return the score of WebShop (arXiv:2207.01206), between 0 and 1.
 
     type_factor * (matched attributes + matched options + [price <= bound]) / (attributes + options + 1)
@@ -89,7 +89,7 @@ class ShopSession:
     exploration checkpoints; `score` and `success` are 0 until the purchase.
     """
 
-    def __init__(self, goal: Goal, catalogue: ProductCatalogue, page_size: int) -> None:
+    def __init__(self, goal: ShopGoal, catalogue: ProductCatalogue, page_size: int) -> None:
         self.goal, self._catalogue, self._page_size = goal, catalogue, page_size
         self.place: Place = "search"
         self.query, self.page_number = "", 0
@@ -225,7 +225,7 @@ class PageVisit:
         """Release resources."""
 
 
-def num_checkpoints(goal: Goal) -> int:
+def num_checkpoints(goal: ShopGoal) -> int:
     """Return the number of checkpoints of a goal: saw, opened and bought a right product, chose each option."""
     return 3 + len(goal.options)
 
@@ -272,7 +272,7 @@ def _item_label(session: ShopSession, product: Product, flaws: Flaws) -> str:
     return next((value for name, value in offered if session.chosen.get(name) != value), BUY)
 
 
-def expert_turns(goal: Goal, catalogue: ProductCatalogue, page_size: int, limit: int) -> int | None:
+def expert_turns(goal: ShopGoal, catalogue: ProductCatalogue, page_size: int, limit: int) -> int | None:
     """Return the number of turns in which the expert satisfies a goal; None if more than `limit`."""
     session = ShopSession(goal, catalogue, page_size)
     for turn in range(limit):

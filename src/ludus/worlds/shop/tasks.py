@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from itertools import count
 
 from ludus.worlds.shop.catalogue import Product, catalogue, catalogue_data
-from ludus.worlds.shop.session import Goal
+from ludus.worlds.shop.session import ShopGoal
 
 SPLITS: Mapping[str, float] = {"train": 0.6, "validation": 0.1, "test": 0.2, "composition": 0.1}
 """Splits, with their fractions of the tasks."""
@@ -28,7 +28,7 @@ def is_held_out(type_: str, attribute: str) -> bool:
     return random.Random(f"held out:{type_}:{attribute}").random() < HELD_OUT
 
 
-def goals(split: str, levels: Sequence[int], categories: Sequence[str], seed: int) -> Iterator[tuple[int, Goal]]:
+def goals(split: str, levels: Sequence[int], categories: Sequence[str], seed: int) -> Iterator[tuple[int, ShopGoal]]:
     """Yield level and goal of distinct instructions in a fixed order, until most draws would be repetitions."""
     rng = random.Random(f"shop:{split}:{seed}")
     products = [one for one in catalogue().products.values() if one.is_cheapest and one.category in categories]
@@ -54,7 +54,7 @@ def goals(split: str, levels: Sequence[int], categories: Sequence[str], seed: in
 
 def _goal(
     product: Product, attributes: tuple[str, ...], options: tuple[tuple[str, str], ...], rng: random.Random
-) -> Goal:
+) -> ShopGoal:
     price = product.price + 10 - product.price % 10 + rng.choice((0, 0, 10))
     text = rng.choice(catalogue_data().phrasings).format(
         a="an" if attributes[0][0] in "aeiou" else "a",
@@ -63,4 +63,4 @@ def _goal(
         options=" and ".join(f"{name} {value}" for name, value in options),
         price=price,
     )
-    return Goal(text, product.title, product.type, attributes, options, price)
+    return ShopGoal(text, product.title, product.type, attributes, options, price)

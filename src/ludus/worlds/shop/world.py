@@ -29,7 +29,7 @@ from ludus.worlds.shop.catalogue import catalogue, catalogue_data
 from ludus.worlds.shop.pages import BUY, Page, as_html, as_text, search_page
 from ludus.worlds.shop.session import (
     Flaws,
-    Goal,
+    ShopGoal,
     PageVisit,
     ShopSession,
     expert_turns,
@@ -143,12 +143,12 @@ class ShopWorld(SimulatorWorld):
         while True:
             flaws = Flaws(rng.random() < settings.forgets_option, rng.random() < settings.takes_first)
             flawed = replace(self, make=partial(_simulator, settings, self.browser, flaws))
-            if (shown := flawed._episode(rng.choice(self.task_lists["train"]), rng, 0.0)) is not None:
-                yield shown
+            if (found := flawed.scripted_episode(rng.choice(self.task_lists["train"]), rng, 0.0)) is not None:
+                yield found[0]
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
         """Return claims; unless partial scores are rewarded, also purchases without options."""
-        claims, goal, solution = super().cheats(task), truth_of(task, Goal), self.expert(task)
+        claims, goal, solution = super().cheats(task), truth_of(task, ShopGoal), self.expert(task)
         if self.settings.reward == "webshop" or solution is None:
             return claims
         first = catalogue().search(goal.instruction)[0].id
@@ -202,11 +202,11 @@ def make_tasks(settings: ShopSettings) -> dict[str, list[Task]]:
     return lists
 
 
-def _is_solvable(goal: Goal, page_size: int) -> bool:
+def _is_solvable(goal: ShopGoal, page_size: int) -> bool:
     return expert_turns(goal, catalogue(), page_size, MAX_EXPERT_TURNS) is not None
 
 
-def _task(name: str, level: int, goal: Goal, settings: ShopSettings) -> Task:
+def _task(name: str, level: int, goal: ShopGoal, settings: ShopSettings) -> Task:
     page = RENDERINGS[settings.observation](search_page(goal.instruction))
     prompt = (Message(role="system", content=SYSTEM), Message(role="user", content=page))
     tags = {"split": name.partition("-")[0], "family": f"level {level}", "checkpoints": str(num_checkpoints(goal))}
@@ -214,7 +214,7 @@ def _task(name: str, level: int, goal: Goal, settings: ShopSettings) -> Task:
 
 
 def _simulator(settings: ShopSettings, browser: ShopBrowser, flaws: Flaws, task: Task) -> ShopSimulator:
-    session = ShopSession(truth_of(task, Goal), catalogue(), settings.page_size)
+    session = ShopSession(truth_of(task, ShopGoal), catalogue(), settings.page_size)
     if settings.observation == "browser":
         return ShopSimulator(session, browser.open, flaws)
     return ShopSimulator(session, partial(PageVisit, RENDERINGS[settings.observation]), flaws)
