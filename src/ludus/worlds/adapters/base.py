@@ -10,6 +10,7 @@ import importlib
 import importlib.util
 import logging
 import random
+import re
 import threading
 from abc import abstractmethod
 from collections.abc import Callable, Iterator, Mapping
@@ -57,7 +58,7 @@ class ExpertSettings(AdapterSettings):
 
 def load_package(module: str, package: str, extra: str) -> ModuleType:
     """Import a module of an optional package, without its changes to logging. Raises UserError if it is missing."""
-    if importlib.util.find_spec(module) is None:
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
         raise UserError(f"This world needs the package {package}.", f"Install it: pip install 'ludus[{extra}]'.")
     handlers, level = logging.root.handlers[:], logging.root.level
     try:
@@ -69,7 +70,8 @@ def load_package(module: str, package: str, extra: str) -> ModuleType:
 
 def cannot_start(what: str, error: Exception) -> ConfigError:
     """Return the error of an environment that its package cannot make."""
-    cause = next((line.strip() for line in str(error).splitlines() if line.strip(" *")), "")
+    text = re.sub(r"\x1b\[[\d;]*m", "", str(error))
+    cause = next((line.strip() for line in text.splitlines() if line.strip(" *")), "")
     return ConfigError(
         f"{what} cannot be started: {type(error).__name__}: {cause[:200]}",
         "Check env.settings.id and env.settings.kwargs. Environments that download data, call a paid model or need a "

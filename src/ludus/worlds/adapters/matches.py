@@ -19,6 +19,9 @@ from ludus.rewards.base import Reward
 from ludus.types import Action, Message, StepResult, Task, Trajectory
 from ludus.worlds.adapters.base import AdapterSettings, BoundedSimulator, make_tasks
 
+MAX_OTHER_MOVES = 200
+"""Number of moves of others in succession after which the one to move forfeits, for games that never return."""
+
 
 class Match(ABC):
     """One game, from `start` until `payoffs` are set."""
@@ -83,8 +86,11 @@ class SeatSimulator(BoundedSimulator):
 
     def _play_others(self) -> None:
         match = self._match
-        while match.payoffs is None and match.player != self._seat:
+        for _ in range(MAX_OTHER_MOVES):
+            if match.payoffs is not None or match.player == self._seat:
+                return
             match.move(match.opponent_move(self._rng))
+        match.forfeit()
 
 
 class SelfPlayEnv(Environment):

@@ -49,7 +49,7 @@ class State(Protocol):
     role_mapping: Mapping[int, str]
     rewards: Mapping[int, float] | None
     error_count: int
-    done: bool
+    num_players: int
 
 
 class Game(Protocol):
@@ -59,7 +59,7 @@ class Game(Protocol):
 
     def reset(self, *, num_players: int, seed: int) -> None: ...
     def step(self, *, action: str) -> tuple[bool, object]: ...
-    def get_observation(self) -> tuple[int, Sequence[tuple[int, str, object]]]: ...
+    def get_observation(self) -> tuple[int, Sequence[tuple[int, object, object]]]: ...
 
 
 @dataclass(frozen=True)
@@ -89,11 +89,12 @@ class Maker:
         for num in range(fixed or 1, (fixed or MAX_PLAYERS) + 1):
             try:
                 with seeded_globally("probe"):
-                    self.make().reset(num_players=num, seed=0)
+                    game = self.make()
+                    game.reset(num_players=num, seed=0)
             except Exception as error:  # boundary: third-party games refuse in many ways
                 causes.append(error)
             else:
-                return num
+                return game.state.num_players
         raise cannot_start(f"The game {self.settings.id}", causes[0]) from causes[0]
 
 
@@ -165,11 +166,12 @@ class TextArenaMatch(Match):
         """Read what the player to move observes, and the payoffs if the game is over."""
         self.player, seen = self.game.get_observation()
         names = self.game.state.role_mapping
-        lines = [
-            text if source < 0 else f"[{names.get(source, f'Player {source}')}] {text}"
-            for source, text, _ in seen
-            if source != self.player
-        ]
+        lines = []
+        for source, message, kind in seen:
+            text = message if isinstance(message, str) else str(kind)  # some games swap the two
+            other = isinstance(source, int) and source >= 0
+            if not other or source != self.player:
+                lines.append(f"[{names.get(source, f'Player {source}')}] {text}" if other else text)
         self._unread[self.player] += lines
         self._seen = "\n".join(lines)
         if not is_over:
