@@ -47,7 +47,7 @@ class State(Protocol):
     """Interface of the state of a game."""
 
     role_mapping: Mapping[int, str]
-    rewards: Mapping[int, float] | None
+    rewards: Mapping[int, object] | None
     error_count: int
     num_players: int
 
@@ -178,8 +178,9 @@ class TextArenaMatch(Match):
             return
         rewards = self.game.state.rewards or {}
         low = 0.0 if self.num_players == 1 else -1.0
-        scaled = [(rewards.get(player, low) - low) / (1.0 - low) for player in range(self.num_players)]
-        self.payoffs = [min(max(float(value), 0.0), 1.0) for value in scaled]
+        given = [rewards.get(player) for player in range(self.num_players)]
+        values = [float(value) if isinstance(value, int | float) else low for value in given]
+        self.payoffs = [min(max((value - low) / (1.0 - low), 0.0), 1.0) for value in values]
 
 
 def make_textarena_world(settings: Mapping[str, object], limits: ToolLimits) -> World:
