@@ -1,6 +1,6 @@
 """Environments of gem-llm (import `gem`) for one player: games, puzzles, generated reasoning tasks.
 
-The package draws from global generators, also in the middle of an episode, so each call has a seed of its own.
+The package draws from global generators, also in the middle of an episode, so each call is seeded.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class GemSettings(AdapterSettings):
     """An episode succeeds if the reward of its last turn is at least this."""
 
 
-class Env(Protocol):
+class GemEnv(Protocol):
     """Interface of an environment."""
 
     def reset(self, *, seed: int) -> tuple[object, Mapping[str, object]]: ...
@@ -45,11 +45,11 @@ class GemSimulator(BoundedSimulator):
     def __init__(self, package: ModuleType, settings: GemSettings, seed: int) -> None:
         super().__init__(settings.max_steps)
         self._package, self._settings, self._seed = package, settings, seed
-        self._env: Env | None = None
+        self._env: GemEnv | None = None
 
     def reset(self) -> str:
         with seeded_globally(f"{self._seed}/start"):
-            env: Env = self._package.make(self._settings.id, **self._settings.kwargs)
+            env: GemEnv = self._package.make(self._settings.id, **self._settings.kwargs)
             seen, info = env.reset(seed=self._seed)
         self._env = env
         return _text(seen, info)

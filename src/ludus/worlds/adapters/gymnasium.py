@@ -70,20 +70,20 @@ class HasTransitions(Protocol):
     s: int
 
 
-class Spec(Protocol):
+class GymnasiumSpec(Protocol):
     """Interface of the specification of an environment."""
 
     reward_threshold: float | None
     max_episode_steps: int | None
 
 
-class Env(Protocol):
+class GymnasiumEnv(Protocol):
     """Interface of an environment of gymnasium."""
 
     action_space: spaces.Space
     observation_space: spaces.Space
     metadata: Mapping[str, object]
-    spec: Spec
+    spec: GymnasiumSpec
     unwrapped: object
 
     def reset(self, *, seed: int) -> tuple[object, object]: ...
@@ -93,7 +93,7 @@ class Env(Protocol):
 
 
 @dataclass(frozen=True)
-class Game:
+class GymnasiumGame:
     """How an environment is made, shown and graded. `threshold` is None if any positive return is a success."""
 
     package: ModuleType
@@ -104,12 +104,12 @@ class Game:
     threshold: float | None
     max_steps: int
 
-    def make(self) -> Env:
+    def make(self) -> GymnasiumEnv:
         """Return a new environment."""
         mode = {"render_mode": "ansi"} if self.ansi else {}
         return made(self.package, self.settings, mode)
 
-    def text(self, env: Env, seen: object) -> str:
+    def text(self, env: GymnasiumEnv, seen: object) -> str:
         """Return an observation as text."""
         if self.grid:
             return minigrid.grid_text(env.unwrapped)
@@ -146,16 +146,16 @@ class Game:
 class GymnasiumSimulator(BoundedSimulator):
     """One episode of an environment."""
 
-    def __init__(self, game: Game, seed: int) -> None:
+    def __init__(self, game: GymnasiumGame, seed: int) -> None:
         super().__init__(game.max_steps)
         self._game, self._seed, self._total = game, seed, 0.0
-        self._env: Env | None = None
-        self._bot: minigrid.Bot | None = None
+        self._env: GymnasiumEnv | None = None
+        self._bot: minigrid.GridBot | None = None
         self._last: object = None
         self._advice = (-1, "")
 
     @property
-    def env(self) -> Env:
+    def env(self) -> GymnasiumEnv:
         """The environment, made at first use."""
         if self._env is None:
             self._env = self._game.make()
@@ -216,16 +216,16 @@ def colors_as_text(text: str) -> str:
     return re.sub(r"\x1b\[[\d;]*m", "", found).strip("\n")
 
 
-def made(package: ModuleType, settings: GymnasiumSettings, mode: Mapping[str, str]) -> Env:
+def made(package: ModuleType, settings: GymnasiumSettings, mode: Mapping[str, str]) -> GymnasiumEnv:
     """Return an environment. Raises ConfigError if the package cannot make it."""
     try:
-        env: Env = package.make(settings.id, disable_env_checker=True, **mode, **settings.kwargs)
+        env: GymnasiumEnv = package.make(settings.id, disable_env_checker=True, **mode, **settings.kwargs)
     except Exception as error:  # boundary: constructors of third parties
         raise cannot_start(f"The environment {settings.id}", error) from error
     return env
 
 
-def _game(package: ModuleType, settings: GymnasiumSettings, env: Env, *, grid: bool) -> Game:
+def _game(package: ModuleType, settings: GymnasiumSettings, env: GymnasiumEnv, *, grid: bool) -> GymnasiumGame:
     own, modes = env.unwrapped, env.metadata.get("render_modes", ())
     can_render = isinstance(modes, Sequence) and "ansi" in modes and not grid
     if settings.observation == "ansi" and not can_render:
@@ -237,7 +237,9 @@ def _game(package: ModuleType, settings: GymnasiumSettings, env: Env, *, grid: b
         raise ConfigError(f"env.settings.action_names has {len(names)} names for {num} actions.", "Name each action.")
     threshold = settings.success_return if settings.success_return is not None else env.spec.reward_threshold
     max_steps = settings.max_steps or env.spec.max_episode_steps or (_GRID_STEPS if grid else 100)
-    return Game(package, settings, can_render and settings.observation != "space", grid, names, threshold, max_steps)
+    return GymnasiumGame(
+        package, settings, can_render and settings.observation != "space", grid, names, threshold, max_steps
+    )
 
 
 def make_gymnasium_world(settings: Mapping[str, object], limits: ToolLimits) -> SimulatorWorld:

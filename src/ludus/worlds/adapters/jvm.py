@@ -15,21 +15,23 @@ from ludus.errors import UserError
 from ludus.worlds.adapters.base import BoundedSimulator
 
 
-class Closeable(Protocol):
+class JavaProcess(Protocol):
     """Something with a process."""
 
     def close(self) -> None: ...
 
 
 T = TypeVar("T")
-Process = TypeVar("Process", bound=Closeable)
+Process = TypeVar("Process", bound=JavaProcess)
 
 
 @dataclass
-class Pool(Generic[Process]):
+class JavaPool(Generic[Process]):
     """Idle processes; `take` starts one if there is none."""
 
     start: Callable[[], Process]
+    gold_paths: dict[str, Sequence[str]] = field(default_factory=dict, init=False)
+    """Gold paths by episode: some generators are slow, and some find another path each time."""
     _idle: list[Process] = field(default_factory=list, init=False)
     _lock: threading.Lock = field(default_factory=threading.Lock, init=False)
 
@@ -55,9 +57,9 @@ class Pool(Generic[Process]):
 class JavaSimulator(BoundedSimulator, Generic[Process]):
     """An episode in a process of a pool. A subclass defines `reset`, `act` and `gold_path`."""
 
-    def __init__(self, pool: Pool[Process], max_steps: int) -> None:
+    def __init__(self, pool: JavaPool[Process], name: str, max_steps: int) -> None:
         super().__init__(max_steps)
-        self._pool = pool
+        self._pool, self._name = pool, name
         self._process: Process | None = None
         self._is_sound = True
         self._gold: Sequence[str] | None = None
@@ -89,7 +91,8 @@ class JavaSimulator(BoundedSimulator, Generic[Process]):
     def expert_action(self) -> str | None:
         """Return the next action of the gold path; None after any other action."""
         if self._gold is None and not self._taken:
-            self._gold = self.gold_path()
+            known = self._pool.gold_paths.get(self._name)
+            self._gold = self._pool.gold_paths.setdefault(self._name, self.gold_path()) if known is None else known
         gold, num = self._gold or (), len(self._taken)
         return gold[num] if num < len(gold) and list(gold[:num]) == self._taken else None
 
@@ -105,7 +108,7 @@ class JavaSimulator(BoundedSimulator, Generic[Process]):
 class JavaWorld(SimulatorWorld):
     """A world whose episodes share a pool, `max_processes` at once."""
 
-    pool: Closeable | None = None
+    pool: JavaProcess | None = None
     max_processes: int = 1
 
     @property

@@ -1,7 +1,7 @@
 """Games of several players in other packages: one seat against opponents, or all seats by self-play.
 
 Against an opponent of the package (random moves, a search) an episode is a simulator of the policy's seat. With
-`opponent = "self"` each player is an agent of the episode with a dialogue and a reward of its own, as in the world
+`opponent = "self"` each player is an agent of the episode with its dialogue and its reward, as in the world
 `games`; its held-out tasks are played against random moves.
 """
 

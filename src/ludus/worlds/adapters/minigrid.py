@@ -13,18 +13,18 @@ _SIGNS = {"unseen": "?", "empty": ".", "wall": "#", "floor": "."}
 _DOORS = ("open", "closed", "locked")
 
 
-class Thing(Protocol):
+class GridObject(Protocol):
     """Interface of an object in a grid."""
 
     color: str
     type: str
 
 
-class Grid(Protocol):
+class GridEnv(Protocol):
     """Interface of an environment of minigrid."""
 
     mission: str
-    carrying: Thing | None
+    carrying: GridObject | None
 
     def gen_obs(self) -> dict[str, object]: ...
 
@@ -40,24 +40,24 @@ def has_bot(env: object) -> bool:
     return isinstance(env, level)
 
 
-class Bot(Protocol):
+class GridBot(Protocol):
     """Interface of the expert of BabyAI."""
 
     def replan(self, action_taken: object) -> int | None: ...
 
 
-def make_bot(env: object) -> Bot | None:
+def make_bot(env: object) -> GridBot | None:
     """Return the expert of a level; None for any other grid."""
     if not has_bot(env):
         return None
-    bot: Bot = importlib.import_module("minigrid.utils.baby_ai_bot").BabyAIBot(env)
+    bot: GridBot = importlib.import_module("minigrid.utils.baby_ai_bot").BabyAIBot(env)
     return bot
 
 
 def grid_text(env: object) -> str:
     """Return the mission and the view as text, from the agent (^, facing up); objects are numbered."""
     constants = importlib.import_module("minigrid.core.constants")
-    grid = cast(Grid, env)
+    grid = cast(GridEnv, env)
     view = np.asarray(grid.gen_obs()["image"])
     width, height = view.shape[:2]
     lines: list[str] = []

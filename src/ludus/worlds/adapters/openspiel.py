@@ -39,7 +39,7 @@ class OpenSpielSettings(AdapterSettings):
     """Number of consecutive illegal moves that are answered with the legal ones; the next one loses the game."""
 
 
-class State(Protocol):
+class OpenSpielState(Protocol):
     """Interface of a state of a game."""
 
     def is_terminal(self) -> bool: ...
@@ -54,30 +54,30 @@ class State(Protocol):
     def information_state_string(self, player: int) -> str: ...
 
 
-class Game(Protocol):
+class OpenSpielGame(Protocol):
     """Interface of a game."""
 
-    def new_initial_state(self) -> State: ...
+    def new_initial_state(self) -> OpenSpielState: ...
     def num_players(self) -> int: ...
     def min_utility(self) -> float: ...
     def max_utility(self) -> float: ...
 
 
-class Searcher(Protocol):
+class OpenSpielBot(Protocol):
     """Interface of the package's tree search."""
 
-    def step(self, state: State) -> int: ...
+    def step(self, state: OpenSpielState) -> int: ...
 
 
 class OpenSpielMatch(Match):
     """One game. A move is the text of a legal action, or its number."""
 
-    def __init__(self, package: ModuleType, game: Game, settings: OpenSpielSettings, seed: int) -> None:
+    def __init__(self, package: ModuleType, game: OpenSpielGame, settings: OpenSpielSettings, seed: int) -> None:
         self._game, self._settings, self._package, self._seed = game, settings, package, seed
         self._state = game.new_initial_state()
         self._chance = random.Random(f"chance/{seed}")
         self._invalid, self._complaint = 0, ""
-        self._bot: Searcher | None = None
+        self._bot: OpenSpielBot | None = None
         self.num_players = game.num_players()
 
     def start(self) -> None:
@@ -114,7 +114,7 @@ class OpenSpielMatch(Match):
             return str(self._searcher().step(self._state))
         return str(rng.choice(self._state.legal_actions()))
 
-    def _searcher(self) -> Searcher:
+    def _searcher(self) -> OpenSpielBot:
         if self._bot is None:
             package, seed = self._package, self._seed
             evaluator = package.RandomRolloutEvaluator(1, seed)

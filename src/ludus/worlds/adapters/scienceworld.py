@@ -18,7 +18,7 @@ from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError
 from ludus.types import Task
 from ludus.worlds.adapters.base import SPLITS, AdapterSettings, load_package, make_tasks
-from ludus.worlds.adapters.jvm import JavaSimulator, JavaWorld, Pool
+from ludus.worlds.adapters.jvm import JavaPool, JavaSimulator, JavaWorld
 
 
 class ScienceWorldSettings(AdapterSettings):
@@ -32,7 +32,7 @@ class ScienceWorldSettings(AdapterSettings):
     """Maximum number of Java processes, of about 1.4 GB each."""
 
 
-class Process(Protocol):
+class ScienceWorldProcess(Protocol):
     """Interface of the package's environment."""
 
     def load(self, name: str, variation: int, simplifications: str, *, generateGoldPath: bool) -> None: ...
@@ -47,11 +47,13 @@ class Process(Protocol):
     def close(self) -> None: ...
 
 
-class ScienceWorldSimulator(JavaSimulator[Process]):
+class ScienceWorldSimulator(JavaSimulator[ScienceWorldProcess]):
     """One variation of a task."""
 
-    def __init__(self, pool: Pool[Process], settings: ScienceWorldSettings, task: str, variation: int) -> None:
-        super().__init__(pool, settings.max_steps)
+    def __init__(
+        self, pool: JavaPool[ScienceWorldProcess], settings: ScienceWorldSettings, task: str, variation: int
+    ) -> None:
+        super().__init__(pool, f"{task}:{variation}", settings.max_steps)
         self._settings, self._task, self._variation = settings, task, variation
 
     def reset(self) -> str:
@@ -68,7 +70,7 @@ class ScienceWorldSimulator(JavaSimulator[Process]):
         self.call(partial(self._load, with_gold=True))
         return self.call(lambda process: process.get_gold_action_sequence())
 
-    def _load(self, process: Process, *, with_gold: bool) -> str:
+    def _load(self, process: ScienceWorldProcess, *, with_gold: bool) -> str:
         process.load(self._task, self._variation, self._settings.simplifications, generateGoldPath=with_gold)
         text, _ = process.reset()
         return f"{process.get_task_description()}\n{text}"
@@ -79,11 +81,11 @@ def make_scienceworld_world(settings: Mapping[str, object], limits: ToolLimits) 
     chosen = read_settings(ScienceWorldSettings, settings)
     package = load_package("scienceworld", "scienceworld", "scienceworld")
 
-    def start() -> Process:
-        process: Process = package.ScienceWorldEnv(envStepLimit=1_000_000)
+    def start() -> ScienceWorldProcess:
+        process: ScienceWorldProcess = package.ScienceWorldEnv(envStepLimit=1_000_000)
         return process
 
-    pool = Pool(start)
+    pool = JavaPool(start)
     process = pool.take()
     try:
         names = process.get_task_names()

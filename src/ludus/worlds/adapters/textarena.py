@@ -1,6 +1,6 @@
 """Games of textarena for one or more players. An observation is what the game and the other players have said.
 
-The package draws from Python's global generator, also in the middle of a game, so each call has a seed of its own. A
+The package draws from Python's global generator, also in the middle of a game, so each call is seeded. A
 game of one player is paid by its reward (0 to 1), of several players by (reward + 1) / 2. A second invalid move in
 succession loses, by the rules of the package.
 """
@@ -43,7 +43,7 @@ class TextArenaSettings(AdapterSettings):
     """Moves that random opponents choose from, instead of those."""
 
 
-class State(Protocol):
+class TextArenaState(Protocol):
     """Interface of the state of a game."""
 
     role_mapping: Mapping[int, str]
@@ -52,10 +52,10 @@ class State(Protocol):
     num_players: int
 
 
-class Game(Protocol):
+class TextArenaGame(Protocol):
     """Interface of a game."""
 
-    state: State
+    state: TextArenaState
 
     def reset(self, *, num_players: int, seed: int) -> None: ...
     def step(self, *, action: str) -> tuple[bool, object]: ...
@@ -63,13 +63,13 @@ class Game(Protocol):
 
 
 @dataclass(frozen=True)
-class Maker:
+class TextArenaMaker:
     """How a game is made."""
 
     package: ModuleType
     settings: TextArenaSettings
 
-    def make(self) -> Game:
+    def make(self) -> TextArenaGame:
         """Return a game without the wrappers that repeat earlier observations; those of actions are kept."""
         env = self.package.make(self.settings.id, **self.settings.kwargs)
         kept = []
@@ -79,7 +79,7 @@ class Maker:
             env = env.env
         for wrapper in reversed(kept):
             env = wrapper(env)
-        game: Game = env
+        game: TextArenaGame = env
         return game
 
     def num_players(self) -> int:
@@ -101,15 +101,15 @@ class Maker:
 class TextArenaMatch(Match):
     """One game."""
 
-    def __init__(self, maker: Maker, num_players: int, seed: int) -> None:
+    def __init__(self, maker: TextArenaMaker, num_players: int, seed: int) -> None:
         self._maker, self._seed, self.num_players = maker, seed, num_players
-        self._game: Game | None = None
+        self._game: TextArenaGame | None = None
         self._turn = 0
         self._unread: dict[int, list[str]] = {player: [] for player in range(num_players)}
         self._seen = ""
 
     @property
-    def game(self) -> Game:
+    def game(self) -> TextArenaGame:
         """The game, made at first use."""
         if self._game is None:
             self._game = self._maker.make()
@@ -186,7 +186,7 @@ class TextArenaMatch(Match):
 def make_textarena_world(settings: Mapping[str, object], limits: ToolLimits) -> World:
     """Build the world (the registered factory). Raises ConfigError, and UserError if the package is missing."""
     chosen = read_settings(TextArenaSettings, settings)
-    maker = Maker(load_package("textarena", "textarena", "textarena"), chosen)
+    maker = TextArenaMaker(load_package("textarena", "textarena", "textarena"), chosen)
     num = maker.num_players()
     if num == 1 and chosen.opponent == "self":
         raise ConfigError(f"The game {chosen.id} has one player.", "Unset env.settings.opponent.")

@@ -16,7 +16,7 @@ from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError
 from ludus.types import Task
 from ludus.worlds.adapters.base import AdapterSettings, load_package, make_tasks
-from ludus.worlds.adapters.jvm import JavaSimulator, JavaWorld, Pool
+from ludus.worlds.adapters.jvm import JavaPool, JavaSimulator, JavaWorld
 
 _FOLDS = {"train": "train", "validation": "dev", "test": "test"}
 
@@ -30,7 +30,7 @@ class TextWorldExpressSettings(AdapterSettings):
     """Maximum number of Java processes, of about 0.5 GB each."""
 
 
-class Process(Protocol):
+class TextWorldExpressProcess(Protocol):
     """Interface of the package's environment."""
 
     def reset(
@@ -44,11 +44,13 @@ class Process(Protocol):
     def close(self) -> None: ...
 
 
-class TextWorldExpressSimulator(JavaSimulator[Process]):
+class TextWorldExpressSimulator(JavaSimulator[TextWorldExpressProcess]):
     """One game."""
 
-    def __init__(self, pool: Pool[Process], settings: TextWorldExpressSettings, fold: str, seed: int) -> None:
-        super().__init__(pool, settings.max_steps)
+    def __init__(
+        self, pool: JavaPool[TextWorldExpressProcess], settings: TextWorldExpressSettings, fold: str, seed: int
+    ) -> None:
+        super().__init__(pool, f"{fold}:{seed}", settings.max_steps)
         self._settings, self._fold, self._seed = settings, fold, seed
 
     def reset(self) -> str:
@@ -66,7 +68,7 @@ class TextWorldExpressSimulator(JavaSimulator[Process]):
 
 
 def load_game(
-    process: Process, settings: TextWorldExpressSettings, fold: str, seed: int
+    process: TextWorldExpressProcess, settings: TextWorldExpressSettings, fold: str, seed: int
 ) -> tuple[str, Mapping[str, object]]:
     """Start a game in a process; return its first observation and its information."""
     parameters = ",".join(f"{key}={value}" for key, value in settings.kwargs.items())
@@ -78,11 +80,11 @@ def make_textworld_express_world(settings: Mapping[str, object], limits: ToolLim
     chosen = read_settings(TextWorldExpressSettings, settings)
     package = load_package("textworld_express", "textworld-express", "textworld-express")
 
-    def start() -> Process:
-        process: Process = package.TextWorldExpressEnv(envStepLimit=1_000_000)
+    def start() -> TextWorldExpressProcess:
+        process: TextWorldExpressProcess = package.TextWorldExpressEnv(envStepLimit=1_000_000)
         return process
 
-    pool = Pool(start)
+    pool = JavaPool(start)
     process = pool.take()
     try:
         load_game(process, chosen, "train", 0)
