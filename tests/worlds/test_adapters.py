@@ -44,6 +44,8 @@ UNSOLVED = {
     "search": ("openspiel", {"id": "connect_four", "opponent": "mcts", "simulations": 20}),
 }
 CASES = SOLVED | UNSOLVED
+QUICK = sorted(CASES.keys() - {"scienceworld"})
+"""Cases whose episodes take less than a second."""
 HOSTILE = (
     *("", " ", "x" * 20_000, "[" * 9_000, "9" * 5_000, "-1", "nan", "[nan]", "1e999", "null", "{}", "[[0]]"),
     *("\u202e\x00\ud800💥", "[99999999999999]", "\\boxed{}", "\\boxed{9e9}", "save", "quit", "٣", "1_0", "<action>"),
@@ -105,7 +107,7 @@ def test_expert_solves_every_task(case, worlds):
 
 
 @pytest.mark.foreign
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", QUICK)
 def test_equal_seeds_and_actions_have_equal_observations(case, worlds):
     world = worlds(case)
     task, other = world.tasks("train")[:2]
@@ -117,7 +119,7 @@ def test_equal_seeds_and_actions_have_equal_observations(case, worlds):
 
 
 @pytest.mark.foreign
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", QUICK)
 def test_hostile_actions_are_observations(case, worlds):
     world = worlds(case)
     for shift in (0, 1, 7):
@@ -127,7 +129,7 @@ def test_hostile_actions_are_observations(case, worlds):
 
 
 @pytest.mark.foreign
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", QUICK)
 def test_tasks_differ_by_seed_and_prompts_hold_no_state(case, worlds):
     world = worlds(case)
     tasks = [task for split in world.splits for task in world.tasks(split)]
@@ -138,15 +140,16 @@ def test_tasks_differ_by_seed_and_prompts_hold_no_state(case, worlds):
     if "variation" not in tasks[0].tags:
         splits = [{task.seed for task in world.tasks(split)} for split in world.splits]
         assert case == "textworld-express" or not set.intersection(*splits)
+    if CASES[case][0] in JAVA:
+        return
     again = build_world(EnvConfig(name=CASES[case][0], settings=SMALL | CASES[case][1]), RolloutConfig())
     assert [task for split in again.splits for task in again.tasks(split)] == tasks
-    asyncio.run(again.close())
 
 
 @pytest.mark.foreign
-@pytest.mark.parametrize("case", ["FrozenLake", "Taxi", "BabyAI", "CartPole", "one player", "two players"])
+@pytest.mark.parametrize("case", ["FrozenLake", "CartPole", "two players"])
 def test_audit_finds_no_rewarded_cheat(case, worlds):
-    report = check_world(worlds(case), CheckPlan(num_tasks=6, limits=RolloutConfig(max_turns=200)))
+    report = check_world(worlds(case), CheckPlan(num_tasks=3, limits=RolloutConfig(max_turns=200)))
     assert report.problems == []
 
 
@@ -157,9 +160,7 @@ def test_self_play_rewards_each_seat(name, game):
     settings = SMALL | {"id": game, "opponent": "self"}
     world = build_world(EnvConfig(name=name, settings=settings), RolloutConfig())
     assert world.roles == ("player0", "player1")
-    session = Session(
-        {"textarena": lambda turn: f"[{turn}]", "openspiel": lambda turn: "xo"[turn % 2] + CELLS[turn]}[name]
-    )
+    session = Session(str if name == "openspiel" else "[{}]".format)
     asyncio.run(world.environment(world.tasks("train")[0]).drive(world.tasks("train")[0], session))
     assert session.agent_rewards == {"player0": 1.0, "player1": 0.0}
     assert [agent for agent, _ in session.asked] == ["player0", "player1"] * 3 + ["player0"]
@@ -167,9 +168,6 @@ def test_self_play_rewards_each_seat(name, game):
     single = Session(lambda turn: "?")
     asyncio.run(world.environment(world.tasks("test")[1]).drive(world.tasks("test")[1], single))
     assert single.agent_rewards == {"player1": 0.0}
-
-
-CELLS = [f"({row},{column})" for row in range(3) for column in range(3)]
 
 
 class Session:
@@ -213,9 +211,8 @@ def test_spaces_have_text_forms():
     assert parse(spaces.Discrete(2), " UP ", ("down", "up")) == 1
     for space in (both, pair, spaces.MultiDiscrete([2, 5]), spaces.Box(-1, 1, (2,)), spaces.Discrete(4)):
         for text in (*HOSTILE, "5", "1.5", "2 2", '{"go": 4, "at": [0, 0]}', "[" * 5_000, "1e40 0", "300 0"):
-            if (space, text) != (spaces.Discrete(4), "٣"):
-                with pytest.raises(ValueError, match="."):
-                    parse(space, text)
+            with pytest.raises(ValueError, match=r"."):
+                parse(space, text)
     with pytest.raises(ValueError, match="no text form"):
         render(spaces.Box(0, 255, (64, 64, 3), "uint8"), spaces.Box(0, 255, (64, 64, 3), "uint8").sample())
 
@@ -243,15 +240,16 @@ def test_environment_that_cannot_be_used_is_refused(name, settings, message):
 @pytest.mark.foreign
 def test_observations_do_not_depend_on_the_process():
     pytest.importorskip("textarena")
-    code = (
-        "import sys; sys.path[:0] = %r\n"
-        "from tests.worlds.test_adapters import play, random_player\n"
-        "from ludus.worlds.adapters.textarena import make_textarena_world\n"
-        "from ludus.envs.tool_env import ToolLimits\n"
-        "for game in ('Mastermind-v0', 'KuhnPoker-v0', 'Minesweeper-v0'):\n"
-        "    world = make_textarena_world({'id': game, 'num_tasks': 3}, ToolLimits())\n"
-        "    print([play(world, task, random_player(0)) for task in world.tasks('train')])\n"
-    ) % (sys.path,)
+    code = f"""
+import sys
+sys.path[:0] = {sys.path!r}
+from tests.worlds.test_adapters import play, random_player
+from ludus.worlds.adapters.textarena import make_textarena_world
+from ludus.envs.tool_env import ToolLimits
+for game in ("Mastermind-v0", "KuhnPoker-v0", "Minesweeper-v0"):
+    world = make_textarena_world(dict(id=game, num_tasks=3), ToolLimits())
+    print([play(world, task, random_player(0)) for task in world.tasks("train")])
+"""
     outputs = [
         subprocess.run(
             [sys.executable, "-c", code], env={"PYTHONHASHSEED": seed}, capture_output=True, text=True, check=True
