@@ -8,7 +8,7 @@ import pytest
 from ludus.config import load_config
 from ludus.config.schema import Config
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
-from ludus.envs.registry import ADAPTERS, WORLDS, build_world, closing
+from ludus.envs.registry import WORLDS, build_world, closing
 from ludus.evaluation.env_audit import CheckPlan, check_world, run_agent
 from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of
 from ludus.rewards.base import score, success
@@ -66,9 +66,7 @@ def assert_sound(report):
 
 
 def test_every_world_is_covered_by_a_check_case():
-    assert {name for name, _, _ in (*QUICK.values(), *SLOW.values())} | ELSEWHERE.keys() | ADAPTERS.keys() == set(
-        WORLDS
-    )
+    assert {name for name, _, _ in (*QUICK.values(), *SLOW.values())} | ELSEWHERE.keys() == set(WORLDS)
 
 
 @pytest.mark.parametrize("case", QUICK)

@@ -7,7 +7,7 @@ import pytest
 from generators.reports.__main__ import OUT, REPORTS, report
 
 from ludus.config import load_config
-from ludus.envs.registry import ADAPTERS, WORLDS, build_world
+from ludus.envs.registry import WORLDS, build_world
 from ludus.envs.simulator_world import SimulatorEnv
 from ludus.envs.tool_env import ToolLimits
 from ludus.evaluation.env_audit import CheckPlan, run_agent
@@ -19,8 +19,6 @@ from ludus.worlds.guess.world import make_guess_world
 SECTIONS = {"tasks": r"The tasks?\b", "tools": r"The (tools|functions)\b", "rewards": r"The rewards\b"}
 PREPARED = {"swe"}
 """Worlds whose tasks are there once their sources were fetched."""
-OWN = WORLDS.keys() - ADAPTERS.keys()
-"""Worlds that need no other package; test_adapters.py has the others."""
 
 
 def page(name: str) -> str:
@@ -38,7 +36,7 @@ def said(lines: str) -> list[str]:
     return [re.sub(r"\n {11}", "\n", turn) for turn in re.findall(r"^\w+ +(.*(?:\n {11}.*)*)", lines, re.M)]
 
 
-@pytest.mark.parametrize("name", sorted(OWN))
+@pytest.mark.parametrize("name", WORLDS)
 def test_world_page_has_all_sections_and_an_episode_transcript(name):
     text = page(name)
     for part, pattern in SECTIONS.items():
@@ -68,12 +66,12 @@ def test_shipped_difficulty_report_matches_the_generated_report(name):
 
 
 def test_listed_worlds_are_those_with_a_difficulty_report():
-    worlds = {name: load_config(None, ["--env.name", name]) for name in OWN}
+    worlds = {name: load_config(None, ["--env.name", name]) for name in WORLDS}
     made = {name: build_world(one.env, one.rollout, one.sandbox) for name, one in worlds.items()}
     assert {name for name, world in made.items() if world.implements("difficulty_report")} == set(REPORTED)
 
 
-@pytest.mark.parametrize("name", sorted(OWN - PREPARED))
+@pytest.mark.parametrize("name", sorted(WORLDS.keys() - PREPARED))
 def test_a_world_has_tasks_environments_tools_and_rewards(name):
     config = load_config(name, {"sql": ["--env.settings.tasks", "60"]}.get(name, []))
     world = build_world(config.env, config.rollout, config.sandbox)
@@ -103,7 +101,7 @@ def test_guess_page_transcript_replays_successfully():
     opening, *turns = said(shown)
     task = next(t for t in world.tasks("train") if t.prompt[-1]["content"] == opening and t.truth == turns[-1])
     moves = actions_of([Message(role="assistant", content=turn) for turn in turns[::2]])
-    agent = Agent("the page", AgentKind.SHOWN, "plays what it shows", lambda task, tools: moves)
+    agent = Agent("the page", AgentKind.SHWORLDS, "plays what it shows", lambda task, tools: moves)
     played = asyncio.run(run_agent(world, task, agent, CheckPlan()))
     assert played.succeeded
     assert [message["content"] for message in played.trajectory.messages][1:] == turns

@@ -7,7 +7,7 @@ import time
 import pytest
 
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
-from ludus.envs.registry import ADAPTERS, WORLDS, build_world
+from ludus.envs.registry import WORLDS, build_world
 from ludus.rewards import extract, paper_rewards, shaping
 from ludus.rewards.base import score
 from ludus.rewards.code.patches import Patch, patch_similarity
@@ -113,7 +113,7 @@ def some_of_each_kind(world):
 
 
 @pytest.mark.scale
-@pytest.mark.parametrize("name", sorted(WORLDS.keys() - ADAPTERS.keys()))
+@pytest.mark.parametrize("name", sorted(WORLDS))
 def test_every_world_returns_a_reward_for_every_text(name):
     world = build_world(EnvConfig(name=name), RolloutConfig())
     for task in some_of_each_kind(world):

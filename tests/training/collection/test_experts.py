@@ -17,7 +17,7 @@ from ludus.chat.render import render_dialogue
 from ludus.cli.main import main
 from ludus.config.schema import Config
 from ludus.config.sections.algorithm import DemonstrationsConfig
-from ludus.envs.registry import ADAPTERS, WORLDS, build_world, closing
+from ludus.envs.registry import WORLDS, build_world, closing
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.env_audit import CheckPlan, run_agent
 from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of
@@ -153,7 +153,7 @@ NUM_TASKS = 4
 
 
 def test_every_world_is_listed_with_or_without_experts():
-    assert WORLDS_WITH_EXPERTS.keys() | OTHERS.keys() | ADAPTERS.keys() == set(WORLDS)
+    assert WORLDS_WITH_EXPERTS.keys() | OTHERS.keys() == set(WORLDS)
 
 
 def of_world(session, name, settings, **rollout):
