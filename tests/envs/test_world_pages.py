@@ -101,7 +101,7 @@ def test_guess_page_transcript_replays_successfully():
     opening, *turns = said(shown)
     task = next(t for t in world.tasks("train") if t.prompt[-1]["content"] == opening and t.truth == turns[-1])
     moves = actions_of([Message(role="assistant", content=turn) for turn in turns[::2]])
-    agent = Agent("the page", AgentKind.SHWORLDS, "plays what it shows", lambda task, tools: moves)
+    agent = Agent("the page", AgentKind.SHOWN, "plays what it shows", lambda task, tools: moves)
     played = asyncio.run(run_agent(world, task, agent, CheckPlan()))
     assert played.succeeded
     assert [message["content"] for message in played.trajectory.messages][1:] == turns
