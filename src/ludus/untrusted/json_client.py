@@ -54,7 +54,7 @@ class JsonClient:
 
     async def post(self, url: str, message: BaseModel, reply: type[Reply], timeout_s: float) -> Reply:
         """POST a message and parse the response. Raises UserError if refused, WorldError on failures."""
-        response = await self.send(url, message.model_dump_json(), timeout_s)
+        response = await self.send(url, message.model_dump_json(exclude_unset=True), timeout_s)
         try:
             if response.status_code == httpx.codes.OK:
                 return reply.model_validate_json(response.content)

@@ -88,4 +88,4 @@ def error_response(status: int, message: str) -> Response:
 
 
 def _response(status: int, message: BaseModel) -> Response:
-    return Response(message.model_dump_json(), status_code=status, media_type="application/json")
+    return Response(message.model_dump_json(exclude_unset=True), status_code=status, media_type="application/json")

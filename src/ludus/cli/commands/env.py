@@ -10,6 +10,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from ludus.cli.arguments import environment_config, is_recipe, no_settings, raise_first
+from ludus.cli.serving.environment import serve
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import PhaseBar, announce, bars, make_console, print_text
 from ludus.cli.ui.transcripts import describe_tool, message_text, print_transcript
@@ -34,7 +35,7 @@ class AuditBar(PhaseBar, AuditProgress):
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """List, show, check or prepare. Raises UserError if a check fails."""
+    """List, show, check, prepare or serve. Raises UserError if a check fails."""
     console = make_console()
     if args.act == "list":
         no_settings(overrides, "env list")
@@ -44,6 +45,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
         (not args.name, "Name an environment.", "`ludus env list` lists them."),
         (args.tasks < 1, f"--tasks is {args.tasks}.", "Set 1 or more."),
     )
+    if args.act == "serve":
+        serve(args, overrides)
+        return
     config = environment_config(args.name, overrides)
     announce(f"Building the world {config.env.name} and its tasks ...")
     world = build_world(config.env, config.rollout, config.sandbox)
