@@ -14,6 +14,9 @@ from ludus.untrusted.replies import bounded_client
 
 Reply = TypeVar("Reply", bound=BaseModel)
 
+_KEEPALIVE_S = 3.0
+"""Time for which an idle connection is reused (s), less than that after which servers close it."""
+
 
 class ErrorMessage(BaseModel):
     """Error response; `kind` is input, environment or token."""
@@ -31,19 +34,26 @@ class ServiceUnreachable(WorldError):
 
 @dataclass(eq=False)
 class JsonClient:
-    """Client of services called `what` in errors, for one event loop at a time; `max_bytes` bounds a response."""
+    """Client of services called `what` in errors, for one event loop at a time.
+
+    `max_bytes` bounds a response, and `connections` the requests at a time: further ones wait.
+    """
 
     what: str
     token: str = field(default="", repr=False)
     hint: str = ""
     max_bytes: int | None = None
-    _client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = field(default=None, init=False)
+    connections: int = 4096
+    _client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient, asyncio.Semaphore] | None = field(
+        default=None, init=False
+    )
 
     async def send(self, url: str, content: str, timeout_s: float) -> httpx.Response:
         """POST JSON and return the response. Raises WorldError if none arrives in time."""
+        client, slots = self._loop_client()
         try:
-            async with asyncio.timeout(timeout_s):
-                return await self._loop_client().post(url, content=content)
+            async with slots, asyncio.timeout(timeout_s):
+                return await client.post(url, content=content)
         except TimeoutError as error:
             raise WorldError(f"The {self.what} {url} did not respond within {timeout_s:g} s.") from error
         except httpx.DecodingError as error:
@@ -70,12 +80,13 @@ class JsonClient:
         if client is not None and client[0] is asyncio.get_running_loop():
             await client[1].aclose()
 
-    def _loop_client(self) -> httpx.AsyncClient:
+    def _loop_client(self) -> tuple[httpx.AsyncClient, asyncio.Semaphore]:
         loop = asyncio.get_running_loop()
         if self._client is None or self._client[0] is not loop:
             headers = {"Content-Type": "application/json"}
             if self.token:
                 headers["Authorization"] = f"Bearer {self.token}"
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            self._client = loop, bounded_client(limits, headers=headers, most=self.max_bytes)
-        return self._client[1]
+            limits = httpx.Limits(max_connections=None, keepalive_expiry=_KEEPALIVE_S)
+            client = bounded_client(limits, headers=headers, most=self.max_bytes)
+            self._client = loop, client, asyncio.Semaphore(self.connections)
+        return self._client[1:]

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from threading import Lock, Thread
 from typing import IO, Final, TypeVar
 
+import httpx
 from pydantic import BaseModel
 
 from ludus.errors import WorldError
@@ -182,9 +183,11 @@ class Pool:
         for delay_s in (*_RETRY_DELAYS_S, 0.0):
             try:
                 return await self.client.post(f"{url}{path}", message, reply, self.timeout_s)
-            except ServiceUnreachable:
-                if not delay_s or not server.can_retry:
+            except ServiceUnreachable as error:
+                was_down = server.is_down
+                if isinstance(error.__cause__, httpx.ConnectError):
                     server.last_failure = time.monotonic()
+                if not delay_s or not server.can_retry or was_down:
                     raise
             except WorldError as error:
                 if isinstance(error.__cause__, TimeoutError):

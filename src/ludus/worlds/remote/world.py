@@ -70,6 +70,8 @@ class RemoteSettings(WorldSettings):
     """Timeout for a process to print its URL."""
     timeout_s: float = Field(120.0, gt=0)
     """Timeout of a request, such as a step with its rewards."""
+    connections: int = Field(64, ge=1)
+    """Maximum number of requests of this process at a time."""
     name: str = ""
     """Name of the world in messages and records; empty: that of the served world."""
 
@@ -288,5 +290,6 @@ def make_remote_world(settings: Mapping[str, object], limits: ToolLimits) -> Rem
     if chosen.command:
         servers = [ServerProcess(chosen.command, chosen.start_timeout_s) for _ in range(chosen.processes)]
     token = read_token(Path(chosen.token_file)) if chosen.token_file else ""
-    client = JsonClient("environment server", token, "Check its log, or start it with `ludus env serve`.")
+    hint = "Check its log, or start it with `ludus env serve`."
+    client = JsonClient("environment server", token, hint, connections=chosen.connections)
     return RemoteWorld(chosen, Pool(servers, client, chosen.timeout_s))
