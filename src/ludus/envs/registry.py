@@ -35,6 +35,12 @@ WORLDS: Mapping[str, str] = {
     "sql": "ludus.worlds.sql.world:make_sql_world",
     "terminal": "ludus.worlds.terminal.world:make_terminal_world",
     "swe": "ludus.worlds.swe.world:make_swe_world",
+    "browsergym": "ludus.worlds.interfaces.browsergym:make_browsergym_world",
+    "nemo_gym": "ludus.worlds.interfaces.nemo_gym:make_nemo_gym_world",
+    "openenv": "ludus.worlds.interfaces.openenv:make_openenv_world",
+    "tau2": "ludus.worlds.interfaces.tau2:make_tau2_world",
+    "tools": "ludus.worlds.interfaces.tool_tasks:make_tool_tasks_world",
+    "verifiers": "ludus.worlds.interfaces.verifiers:make_verifiers_world",
 }
 """Name -> `module:function`. The function takes the world's settings and its tool limits."""
 
