@@ -14,8 +14,9 @@ import pytest
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.envs.registry import WORLDS, resolve_name
 from ludus.envs.tool_env import ToolLimits
+from ludus.errors import UserError
 from ludus.evaluation.env_audit import CheckPlan, run_agent
-from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of, call_action, text_action
+from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of, call_action, plain_answer, text_action
 from waiting import free_port
 
 pytestmark = pytest.mark.foreign
@@ -109,3 +110,80 @@ def test_miniwob_task_in_a_browser():
     (submit,) = re.findall(r"\[(\d+)\] button 'Submit'", text)
     done = play(world, enter, text_action(f"fill('{box}', '{word}')"), text_action(f"click('{submit}')"))
     assert done.rewards["success"] == 1.0
+
+
+TASKSET = '''
+import verifiers.v1 as vf
+
+
+class SumData(vf.TaskData):
+    a: int
+    b: int
+
+
+class Adder(vf.Toolset[vf.ToolsetConfig]):
+    @vf.tool
+    def add(self, a: int, b: int) -> str:
+        """Add two numbers."""
+        return str(a + b)
+
+
+class SumTask(vf.Task[SumData]):
+    @vf.reward(weight=1.0)
+    async def right(self, trace) -> float:
+        return float(trace.branches[-1].messages[-1].content.strip() == str(self.data.a + self.data.b))
+
+    @vf.metric
+    async def calls(self, trace) -> float:
+        return float(sum(bool(node.message.tool_calls) for node in trace.nodes if node.sampled))
+
+    @classmethod
+    def toolsets(cls, config):
+        return [Adder(vf.ToolsetConfig())]
+
+
+class SumConfig(vf.TasksetConfig):
+    num: int = 3
+
+
+class Sums(vf.Taskset[SumTask, SumConfig]):
+    def load(self):
+        for n in range(self.config.num):
+            yield SumTask(SumData(prompt=f"What is {n} + {n + 1}?", system_prompt="Use add.", a=n, b=n + 1))
+
+
+__all__ = ["Sums"]
+'''
+
+
+def test_a_taskset_of_verifiers_is_a_world(tmp_path, monkeypatch):
+    pytest.importorskip("verifiers.v1")
+    (tmp_path / "small_sums.py").write_text(TASKSET)
+    monkeypatch.syspath_prepend(tmp_path)
+    world = make("verifiers", {"taskset": "small_sums", "config": {"num": 30}})
+    assert sum(len(world.tasks(split)) for split in world.splits) == 30
+    task = next(task for task in world.tasks("train") if task.id == "5")
+    assert [message["content"] for message in task.prompt] == ["Use add.", "What is 5 + 6?"]
+    called = play(world, task, call_action(0, ("add", {"a": 5, "b": 6})), text_action("11"))
+    assert (called.outcomes[0].output, called.rewards["reward"]) == ("11", 1.0)
+    assert play(world, task, text_action("12")).rewards["reward"] == 0.0
+    wrong = play(world, task, call_action(0, ("add", {"a": "x"})), text_action("11"))
+    assert wrong.outcomes[0].status == "bad_arguments"
+
+
+def test_a_world_is_a_taskset_of_verifiers():
+    pytest.importorskip("verifiers.v1")
+    from ludus.worlds.interfaces.verifiers import make_trace, to_verifiers
+
+    world = make("math", {"tool": "none"})
+    tasks, taskset = world.tasks("test"), list(to_verifiers(world, "test"))
+    assert [one.data.id for one in taskset] == [task.id for task in tasks]
+    for task, one in zip(tasks[:5], taskset, strict=False):
+        for answer, value in ((str(plain_answer(task)), 1.0), ("no idea", 0.0)):
+            trace = make_trace(one, [*task.prompt, {"role": "assistant", "content": answer}])
+            asyncio.run(one.score(trace))
+            ours = play(world, task, text_action(answer))
+            assert ours.rewards["solved"] == value
+            assert trace.reward == pytest.approx(ours.reward)
+    with pytest.raises(UserError, match="more than one answer"):
+        to_verifiers(make("guess", {}))

@@ -89,11 +89,9 @@ class BrowserEpisode(Simulator):
     def _reset(self) -> str:
         package = load_package("browsergym.core.env", "browsergym-miniwob")
         vars(package)["Chat"] = _Chat
-        allowed = [
-            vars(load_package("browsergym.core.action.functions", "browsergym-miniwob"))[name] for name in ACTIONS
-        ]
+        functions = vars(load_package("browsergym.core.action.functions", "browsergym-miniwob"))
         sets = load_package("browsergym.core.action.highlevel", "browsergym-miniwob")
-        actions = sets.HighLevelActionSet(["custom"], allowed)
+        actions = sets.HighLevelActionSet(["custom"], [functions[name] for name in ACTIONS])
         folder = Path(load_package("miniwob", "miniwob").__file__ or "").parent / "html" / "miniwob"
         self._env = package.BrowserEnv(
             task_entrypoint=_task_types()[self._name],
