@@ -20,10 +20,10 @@ import psutil
 from ludus.config import load_config
 from ludus.envs.base import Environment, World
 from ludus.envs.registry import build_world
+from ludus.envs.remote.world import make_remote_world
 from ludus.envs.tool_env import ToolLimits
 from ludus.rewards.base import Reward
 from ludus.types import Action, Message, StepResult, Task, Trajectory
-from ludus.worlds.remote.world import make_remote_world
 
 TURNS = 5
 CHILD = "import sys\nfor line in sys.stdin: print(line.upper(), end='', flush=True)"

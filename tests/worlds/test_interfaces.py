@@ -14,9 +14,12 @@ import pytest
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.envs.registry import WORLDS, resolve_name
 from ludus.envs.tool_env import ToolLimits
+from ludus.envs.tool_world import ToolWorld
 from ludus.errors import UserError
 from ludus.evaluation.env_audit import CheckPlan, run_agent
-from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of, call_action, plain_answer, text_action
+from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of, call_action, text_action
+from ludus.rewards.base import Reward
+from ludus.types import Message, Task
 from waiting import free_port
 
 pytestmark = pytest.mark.foreign
@@ -175,15 +178,15 @@ def test_a_world_is_a_taskset_of_verifiers():
     pytest.importorskip("verifiers.v1")
     from ludus.worlds.interfaces.verifiers import make_trace, to_verifiers
 
-    world = make("math", {"tool": "none"})
-    tasks, taskset = world.tasks("test"), list(to_verifiers(world, "test"))
-    assert [one.data.id for one in taskset] == [task.id for task in tasks]
-    for task, one in zip(tasks[:5], taskset, strict=False):
-        for answer, value in ((str(plain_answer(task)), 1.0), ("no idea", 0.0)):
+    questions = [Task(f"{n}", (Message(role="user", content=f"{n} + 1?"),), str(n + 1)) for n in range(5)]
+    rewards = [Reward("right", lambda task, t: float(t.answer == task.truth), weight=2.0, outcome=True)]
+    world = ToolWorld("sums", {"test": questions}, [], rewards)
+    taskset = list(to_verifiers(world, "test"))
+    assert [one.data.id for one in taskset] == [task.id for task in questions]
+    for task, one in zip(questions, taskset, strict=True):
+        for answer, value in ((str(task.truth), 2.0), ("no idea", 0.0)):
             trace = make_trace(one, [*task.prompt, {"role": "assistant", "content": answer}])
             asyncio.run(one.score(trace))
-            ours = play(world, task, text_action(answer))
-            assert ours.rewards["solved"] == value
-            assert trace.reward == pytest.approx(ours.reward)
+            assert trace.reward == play(world, task, text_action(answer)).reward == value
     with pytest.raises(UserError, match="more than one answer"):
         to_verifiers(make("guess", {}))

@@ -14,13 +14,13 @@ import pytest
 
 from ludus.cli.arguments import environment_config
 from ludus.envs.registry import build_world
+from ludus.envs.remote.server import MAX_BODY_BYTES, EnvServerSettings, make_app
+from ludus.envs.remote.world import GRADES, make_remote_world
 from ludus.errors import ConfigError, UserError, WorldError
 from ludus.evaluation.env_audit import CheckPlan, run_agents, solutions
 from ludus.evaluation.scripted_agents import blind_agents, informed_agents
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.types import Action, Message, ToolCall
-from ludus.worlds.remote.server import MAX_BODY_BYTES, EnvServerSettings, make_app
-from ludus.worlds.remote.world import GRADES, make_remote_world
 from tiny_run import ludus, make_recipe
 
 STOCK = str(Path(__file__).parents[2] / "examples" / "stock.py")

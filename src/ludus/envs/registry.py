@@ -30,7 +30,7 @@ WORLDS: Mapping[str, str] = {
     "guess": "ludus.worlds.guess.world:make_guess_world",
     "math": "ludus.worlds.math.world:make_math_world",
     "proposals": "ludus.worlds.proposals.world:make_proposals_world",
-    "remote": "ludus.worlds.remote.world:make_remote_world",
+    "remote": "ludus.envs.remote.world:make_remote_world",
     "search": "ludus.worlds.search.world:make_search_world",
     "sql": "ludus.worlds.sql.world:make_sql_world",
     "terminal": "ludus.worlds.terminal.world:make_terminal_world",

@@ -25,9 +25,9 @@ def serve(args: argparse.Namespace, overrides: Sequence[str]) -> None:
         (args.idle_s <= 0, f"--idle-s is {args.idle_s:g}.", "Set more than 0."),
     )
     with needs_serve_extra():
+        from ludus.envs.remote.server import MAX_BODY_BYTES, EnvServerSettings, make_app
         from ludus.gateway.limits import MIB, HttpLimits, http_server, open_socket, url_of
         from ludus.untrusted.json_service import error_response
-        from ludus.worlds.remote.server import MAX_BODY_BYTES, EnvServerSettings, make_app
     console = make_console()
     config = environment_config(args.name, overrides)
     needs_token = args.host not in _LOCAL or args.token_file is not None

@@ -43,7 +43,7 @@ class CallRecord(WireMessage):
     function: FunctionRecord
 
 
-class ChatMessage(WireMessage):
+class MessageRecord(WireMessage):
     """A chat message (`ludus.types.Message`); keys that are not set are not sent."""
 
     role: Literal["system", "user", "assistant", "tool"]
@@ -59,15 +59,15 @@ class ChatMessage(WireMessage):
         return cast(Message, self.model_dump(exclude_unset=True))
 
 
-Chat = tuple[ChatMessage, ...]
+Chat = tuple[MessageRecord, ...]
 
 
 def pack_chat(messages: Sequence[Message]) -> Chat:
     """Return chat messages to send."""
-    return tuple(ChatMessage.model_validate(message) for message in messages)
+    return tuple(MessageRecord.model_validate(message) for message in messages)
 
 
-def unpack_chat(messages: Sequence[ChatMessage]) -> tuple[Message, ...]:
+def unpack_chat(messages: Sequence[MessageRecord]) -> tuple[Message, ...]:
     """Return received chat messages."""
     return tuple(message.unpack() for message in messages)
 
@@ -155,7 +155,7 @@ class Solutions(WireMessage):
     paraphrases: tuple[str, ...] = ()
 
 
-class MalformedCall(WireMessage):
+class MalformedCallRecord(WireMessage):
     """A malformed tool call."""
 
     id: str
@@ -163,7 +163,7 @@ class MalformedCall(WireMessage):
     reason: str
 
 
-class ValidCall(WireMessage):
+class ValidCallRecord(WireMessage):
     """A well-formed tool call."""
 
     id: str
@@ -175,9 +175,9 @@ class StepRequest(WireMessage):
     """The `step`-th action of an episode, counted from 1. A repeated request returns the same reply."""
 
     step: int = Field(ge=1)
-    message: ChatMessage
-    calls: tuple[ValidCall, ...] = ()
-    errors: tuple[MalformedCall, ...] = ()
+    message: MessageRecord
+    calls: tuple[ValidCallRecord, ...] = ()
+    errors: tuple[MalformedCallRecord, ...] = ()
     finish_reason: FinishReason = "stop"
 
     @classmethod

@@ -19,18 +19,8 @@ from pydantic import BaseModel, Field
 
 from ludus.engines.control_tokens import read_token
 from ludus.envs.base import Environment, World
-from ludus.envs.settings import WorldSettings, read_settings
-from ludus.envs.tool_env import ToolLimits
-from ludus.envs.tool_world import Dialogue, check_split
-from ludus.errors import ConfigError, UserError, WorldError
-from ludus.rewards.base import Reward
-from ludus.rewards.extract import last_output
-from ludus.tools.base import Tool, ToolSchema, described_tool
-from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
-from ludus.untrusted.json_client import JsonClient
-from ludus.untrusted.worker import run_in_thread
-from ludus.worlds.remote.connection import Pool, Server, ServerProcess
-from ludus.worlds.remote.messages import (
+from ludus.envs.remote.connection import Pool, Server, ServerProcess
+from ludus.envs.remote.messages import (
     CloseRequest,
     EpisodeReply,
     InfoRequest,
@@ -45,6 +35,16 @@ from ludus.worlds.remote.messages import (
     unpack_chat,
     unpack_dialogue,
 )
+from ludus.envs.settings import WorldSettings, read_settings
+from ludus.envs.tool_env import ToolLimits
+from ludus.envs.tool_world import Dialogue, check_split
+from ludus.errors import ConfigError, UserError, WorldError
+from ludus.rewards.base import Reward
+from ludus.rewards.extract import last_output
+from ludus.tools.base import Tool, ToolSchema, described_tool
+from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
+from ludus.untrusted.json_client import JsonClient
+from ludus.untrusted.worker import run_in_thread
 
 T = TypeVar("T")
 Reply = TypeVar("Reply", bound=BaseModel)
@@ -77,7 +77,7 @@ class RemoteSettings(WorldSettings):
 
 
 @dataclass(frozen=True, slots=True)
-class Grade:
+class ServerGrade:
     """Reward function that returns a part computed by the server after the last step; 0 before the first step."""
 
     part: str
@@ -172,7 +172,7 @@ class RemoteWorld(World):
 
     @cached_property
     def rewards(self) -> tuple[Reward, ...]:
-        return tuple(Reward(p.name, Grade(p.name), p.weight, p.outcome, low=p.low) for p in self.info.rewards)
+        return tuple(Reward(p.name, ServerGrade(p.name), p.weight, p.outcome, low=p.low) for p in self.info.rewards)
 
     @property
     def splits(self) -> Sequence[str]:

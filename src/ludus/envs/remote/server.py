@@ -8,6 +8,7 @@ that reply again, so that a client may repeat any request. An exception of the e
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import AsyncIterator, Iterator, Mapping, Sequence
 from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
@@ -22,12 +23,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from ludus.envs.base import Demonstration, Environment, World
-from ludus.envs.tool_env import describe_error
-from ludus.errors import LudusError, UserError, WorldError
-from ludus.rewards.base import score
-from ludus.types import Action, Message, Segment, StepResult, StopReason, Task, ToolOutcome, Trajectory
-from ludus.untrusted.json_service import JsonService, parse
-from ludus.worlds.remote.messages import (
+from ludus.envs.remote.messages import (
     CloseRequest,
     EpisodeReply,
     InfoRequest,
@@ -42,7 +38,13 @@ from ludus.worlds.remote.messages import (
     WorldInfo,
     pack_chat,
 )
+from ludus.envs.tool_env import describe_error
+from ludus.errors import LudusError, UserError, WorldError
+from ludus.rewards.base import score
+from ludus.types import Action, Message, Segment, StepResult, StopReason, Task, ToolOutcome, Trajectory
+from ludus.untrusted.json_service import JsonService, parse
 
+log = logging.getLogger(__name__)
 MAX_BODY_BYTES = 8 * 2**20
 _PAGE_CHARS = 8 * 2**20
 """Characters of prompts after which a page ends."""
@@ -115,8 +117,13 @@ class _Episode:
             for one in pending:
                 if not one.done():
                     one.set_exception(error)
-            with suppress(Exception):  # boundary: user code; the result of the episode is known
-                await self.environment.close()
+            await self._close()
+
+    async def _close(self) -> None:
+        try:
+            await self.environment.close()
+        except Exception as error:  # boundary: user code; the result of the episode is known
+            log.warning("The environment of task %s failed to close: %s", self.task.id, describe_error(error))
 
     async def _next(self) -> tuple[StepRequest | None, asyncio.Future[EpisodeReply]] | None:
         with suppress(TimeoutError):
