@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from ludus.config.sections.rollout import RolloutConfig
-from ludus.envs.registry import WORLDS, resolve_name
+from ludus.envs.registry import INTERFACES, resolve_name
 from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import ToolWorld
 from ludus.errors import UserError
@@ -20,13 +20,14 @@ from ludus.evaluation.env_audit import CheckPlan, run_agent
 from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of, call_action, text_action
 from ludus.rewards.base import Reward
 from ludus.types import Message, Task
+from ludus.worlds.guess.world import make_guess_world
 from waiting import free_port
 
 pytestmark = pytest.mark.foreign
 
 
 def make(name, settings):
-    return resolve_name(WORLDS[name])(settings, ToolLimits())
+    return resolve_name(INTERFACES[name])(settings, ToolLimits())
 
 
 def play(world, task, *actions):
@@ -189,4 +190,4 @@ def test_a_world_is_a_taskset_of_verifiers():
             asyncio.run(one.score(trace))
             assert trace.reward == play(world, task, text_action(answer)).reward == value
     with pytest.raises(UserError, match="more than one answer"):
-        to_verifiers(make("guess", {}))
+        to_verifiers(make_guess_world({}, ToolLimits()))

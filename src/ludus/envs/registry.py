@@ -30,25 +30,28 @@ WORLDS: Mapping[str, str] = {
     "guess": "ludus.worlds.guess.world:make_guess_world",
     "math": "ludus.worlds.math.world:make_math_world",
     "proposals": "ludus.worlds.proposals.world:make_proposals_world",
-    "remote": "ludus.envs.remote.world:make_remote_world",
     "search": "ludus.worlds.search.world:make_search_world",
     "sql": "ludus.worlds.sql.world:make_sql_world",
     "terminal": "ludus.worlds.terminal.world:make_terminal_world",
     "swe": "ludus.worlds.swe.world:make_swe_world",
+}
+"""Name -> `module:function`. The function takes the world's settings and its tool limits."""
+INTERFACES: Mapping[str, str] = {
     "browsergym": "ludus.worlds.interfaces.browsergym:make_browsergym_world",
     "nemo_gym": "ludus.worlds.interfaces.nemo_gym:make_nemo_gym_world",
     "openenv": "ludus.worlds.interfaces.openenv:make_openenv_world",
+    "remote": "ludus.envs.remote.world:make_remote_world",
     "tau2": "ludus.worlds.interfaces.tau2:make_tau2_world",
     "tools": "ludus.worlds.interfaces.tool_tasks:make_tool_tasks_world",
     "verifiers": "ludus.worlds.interfaces.verifiers:make_verifiers_world",
 }
-"""Name -> `module:function`. The function takes the world's settings and its tool limits."""
+"""Worlds, as in `WORLDS`, of tasks and episodes of servers and other packages, which their settings name."""
 
 
 def build_world(env: EnvConfig, rollout: RolloutConfig, sandbox: SandboxConfig | None = None) -> World:
     """Return the world of a configuration: `env.mixture` if it names worlds, else `env.name`.
 
-    `env.name` is a name in `WORLDS`, or the path of a Python file that defines
+    `env.name` is a name in `WORLDS` or `INTERFACES`, or the path of a Python file that defines
     `make_world(settings, limits)`. A world that runs programs uses the configured sandbox (None: the default).
     Raises ConfigError for an unknown name, a file without that function or that raises, and rewards in which shaping
     could outweigh the outcome; UserError for a missing file or package.
@@ -74,7 +77,8 @@ def _one_world(name: str, settings: Mapping[str, object], rollout: RolloutConfig
             "The run was trained on an agent function, which a command cannot load.",
             "Use ludus.evaluate or ludus.rollout with world=AgentWorld.of(agent, tasks, reward) (docs/use/agents.md).",
         )
-    found = resolve_name(WORLDS[name]) if name in WORLDS else find_plugin("worlds", path, "env.name", WORLDS)
+    known = {**WORLDS, **INTERFACES}
+    found = resolve_name(known[name]) if name in known else find_plugin("worlds", path, "env.name", known)
     factory = cast(Callable[[Mapping[str, object], ToolLimits], World], found)
     with plugin_errors(str(file), file.resolve()) if file else nullcontext():
         world = factory(settings, limits)

@@ -18,7 +18,7 @@ from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.envs.mixture import worlds_in
-from ludus.envs.registry import WORLDS, build_world, check_sandbox
+from ludus.envs.registry import INTERFACES, WORLDS, build_world, check_sandbox
 from ludus.errors import LudusError, UserError
 from ludus.evaluation.env_audit import AuditProgress, AuditRow, CheckPlan, CheckReport, check_world
 from ludus.evaluation.evaluate import check_evaluation
@@ -117,7 +117,7 @@ def _process_world(args: argparse.Namespace, console: Console, world: World, con
 
 def _worlds_table() -> FittedTable:
     recipes = {load_config(recipe.config).env.name: recipe for recipe in list_recipes()}
-    found = ((name, recipes.get(name)) for name in sorted(WORLDS))
+    found = ((name, recipes.get(name)) for name in sorted({*WORLDS, *INTERFACES}))
     rows = ((name, one and one.name, one and one.title.removeprefix(f"{one.name}: ")) for name, one in found)
     return make_table(("world", "recipe", TableColumn("description", wrap=True)), rows)
 
