@@ -25,7 +25,8 @@ from ludus.sandbox.local import container
 from ludus.sandbox.local.container import ContainerSandbox
 from ludus.sandbox.local.unsafe_process import ProcessSandbox
 from ludus.sandbox.remote.client import RemoteSandbox
-from ludus.sandbox.remote.server import MAX_BODY_BYTES, SandboxServerSettings, error_response, make_app
+from ludus.sandbox.remote.server import MAX_BODY_BYTES, SandboxServerSettings, make_app
+from ludus.untrusted.json_service import error_response
 
 pytestmark = pytest.mark.security
 TOKEN = "a-token-of-the-tests"

@@ -566,3 +566,8 @@ def test_recipe_has_enough_tasks():
     assert build_world(EnvConfig(name="math"), RolloutConfig()).splits == SPLITS
     said = Message(role="user", content="1 + 1?")
     assert world.opening("1 + 1?")[-1] == said
+
+
+def test_none_is_the_choice_of_a_setting_that_is_defined_later_in_its_module():
+    world = make_math_world({"tool": "none", "num_tasks": 20}, ToolLimits())
+    assert world.environment(world.tasks("train")[0]).tools == ()

@@ -22,7 +22,7 @@ from ludus.sandbox import Sandbox, SandboxSettings, open_sandbox
 from ludus.sandbox.self_test import python_version
 from ludus.tools.base import Tool
 
-_ADAPTERS = "ludus.worlds.adapters"
+_ADAPTERS, _INTERFACES = "ludus.worlds.adapters", "ludus.worlds.interfaces"
 ADAPTERS: Mapping[str, str] = {
     "gem": f"{_ADAPTERS}.gem:make_gem_world",
     "gymnasium": f"{_ADAPTERS}.gymnasium:make_gymnasium_world",
@@ -31,8 +31,16 @@ ADAPTERS: Mapping[str, str] = {
     "textarena": f"{_ADAPTERS}.textarena:make_textarena_world",
     "textworld": f"{_ADAPTERS}.textworld:make_textworld_world",
     "textworld_express": f"{_ADAPTERS}.textworld_express:make_textworld_express_world",
+    "browsergym": f"{_INTERFACES}.browsergym:make_browsergym_world",
+    "nemo_gym": f"{_INTERFACES}.nemo_gym:make_nemo_gym_world",
+    "openenv": f"{_INTERFACES}.openenv:make_openenv_world",
+    "remote": "ludus.envs.remote.world:make_remote_world",
+    "tau2": f"{_INTERFACES}.tau2:make_tau2_world",
+    "tools": f"{_INTERFACES}.tool_tasks:make_tool_tasks_world",
+    "verifiers": f"{_INTERFACES}.verifiers:make_verifiers_world",
 }
-"""Worlds whose tasks are those of another package or of a server (docs/extend/bring_your_environment.md)."""
+"""Worlds whose tasks are those of another package or of a server (docs/extend/bring_your_environment.md and
+environment_servers.md)."""
 WORLDS: Mapping[str, str] = {
     "archive": "ludus.worlds.archive.world:make_archive_world",
     "code": "ludus.worlds.code.world:make_code_world",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from typing import TypeVar, get_args
+from typing import TypeVar, get_args, get_type_hints
 
 from pydantic import BaseModel, ConfigDict, ValidationError
 from pydantic_core import ErrorDetails
@@ -26,8 +26,8 @@ def read_settings(schema: type[Settings], given: Mapping[str, object]) -> Settin
     The value `none` selects the default, unless it is one of the setting's choices (a `Literal`). Raises ConfigError
     with one sentence per mistake: the key, its value, and the nearest key or the valid values.
     """
-    fields = schema.model_fields
-    unset = {key for key in fields if given.get(key) == "none" and "none" not in get_args(fields[key].annotation)}
+    fields, hints = schema.model_fields, get_type_hints(schema)
+    unset = {key for key in fields if given.get(key) == "none" and "none" not in get_args(hints[key])}
     explicit = {key: value for key, value in given.items() if key not in unset}
     try:
         return schema.model_validate_json(json.dumps(explicit), strict=True)  # lists may be tuples

@@ -10,6 +10,7 @@ from dataclasses import replace
 from rich.console import Console
 
 from ludus.cli.arguments import environment_config, is_recipe, no_settings, raise_first
+from ludus.cli.serving.environment import serve
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import PhaseBar, announce, bars, make_console, print_text
 from ludus.cli.ui.transcripts import describe_tool, message_text, print_transcript
@@ -17,7 +18,7 @@ from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.envs.mixture import worlds_in
-from ludus.envs.registry import WORLDS, build_world, check_sandbox
+from ludus.envs.registry import FACTORIES, build_world, check_sandbox
 from ludus.errors import LudusError, UserError
 from ludus.evaluation.env_audit import AuditProgress, AuditRow, CheckPlan, CheckReport, check_world
 from ludus.evaluation.evaluate import check_evaluation
@@ -34,7 +35,7 @@ class AuditBar(PhaseBar, AuditProgress):
 
 
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
-    """List, show, check or prepare. Raises UserError if a check fails."""
+    """List, show, check, prepare or serve. Raises UserError if a check fails."""
     console = make_console()
     if args.act == "list":
         no_settings(overrides, "env list")
@@ -44,6 +45,9 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> None:
         (not args.name, "Name an environment.", "`ludus env list` lists them."),
         (args.tasks < 1, f"--tasks is {args.tasks}.", "Set 1 or more."),
     )
+    if args.act == "serve":
+        serve(args, overrides)
+        return
     config = environment_config(args.name, overrides)
     announce(f"Building the world {config.env.name} and its tasks ...")
     world = build_world(config.env, config.rollout, config.sandbox)
@@ -113,7 +117,7 @@ def _process_world(args: argparse.Namespace, console: Console, world: World, con
 
 def _worlds_table() -> FittedTable:
     recipes = {load_config(recipe.config).env.name: recipe for recipe in list_recipes()}
-    found = ((name, recipes.get(name)) for name in sorted(WORLDS))
+    found = ((name, recipes.get(name)) for name in sorted(FACTORIES))
     rows = ((name, one and one.name, one and one.title.removeprefix(f"{one.name}: ")) for name, one in found)
     return make_table(("world", "recipe", TableColumn("description", wrap=True)), rows)
 

@@ -69,7 +69,8 @@ def _check(args: argparse.Namespace) -> None:
 def _serve(args: argparse.Namespace, sandbox: Sandbox) -> None:
     with needs_serve_extra():
         from ludus.gateway.limits import MIB, HttpLimits, http_server, open_socket, url_of
-        from ludus.sandbox.remote.server import MAX_BODY_BYTES, SandboxServerSettings, error_response, make_app
+        from ludus.sandbox.remote.server import MAX_BODY_BYTES, SandboxServerSettings, make_app
+        from ludus.untrusted.json_service import error_response
     token, console = token_of(args.token_file), make_console()
     ceiling = replace(
         Limits(),

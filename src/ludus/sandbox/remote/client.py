@@ -7,13 +7,13 @@ is cut here. Files are not returned, and there are no sessions.
 
 from __future__ import annotations
 
-import asyncio
 import base64
 import json
 import shlex
 import signal
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import cached_property
 from math import ceil
 from typing import Annotated, ClassVar, Generic, Literal, TypeVar
 
@@ -36,7 +36,7 @@ from ludus.sandbox.base import (
     validate_files,
 )
 from ludus.sandbox.guest.streams import BoundedOutput
-from ludus.untrusted.replies import bounded_client
+from ludus.untrusted.json_client import JsonClient
 
 Reply = TypeVar("Reply", bound=BaseModel)
 Content = TypeVar("Content")
@@ -60,14 +60,6 @@ class SessionMessage(_Message):
     limits: Limits
 
 
-class ErrorMessage(_Message):
-    """Error response; `kind` is input, environment or token."""
-
-    kind: str
-    message: str
-    hint: str = ""
-
-
 @dataclass(eq=False)
 class HttpSandbox(Sandbox):
     """Base class of backends behind a URL, for one event loop at a time.
@@ -79,36 +71,22 @@ class HttpSandbox(Sandbox):
     margin_s: float = 30.0
     hint: ClassVar[str]
     max_bytes: ClassVar[int | None] = None
-    _client: tuple[asyncio.AbstractEventLoop, httpx.AsyncClient] | None = field(default=None, init=False)
+
+    @cached_property
+    def client(self) -> JsonClient:
+        """The HTTP client."""
+        return JsonClient("sandbox server", self.settings.token, self.hint, self.max_bytes)
 
     async def close(self) -> None:
-        client, self._client = self._client, None
-        if client is not None and client[0] is asyncio.get_running_loop():
-            await client[1].aclose()
+        await self.client.close()
 
     async def send(self, path: str, content: str, limits: Limits) -> httpx.Response:
         """POST JSON and return the response. Raises WorldError if none arrives in time."""
-        url, timeout_s = f"{self.settings.url.rstrip('/')}{path}", limits.wall_s + self.margin_s
-        try:
-            async with asyncio.timeout(timeout_s):
-                return await self._loop_client().post(url, content=content)
-        except TimeoutError as error:
-            raise WorldError(f"The sandbox server {url} did not respond within {timeout_s:g} s.") from error
-        except httpx.DecodingError as error:
-            raise WorldError(f"{url} sent an unreadable response: {error}.") from error
-        except httpx.HTTPError as error:
-            message = f"The sandbox server {url} is unreachable: {type(error).__name__}: {error}."
-            raise WorldError(message, self.hint) from error
+        return await self.client.send(self.url(path), content, limits.wall_s + self.margin_s)
 
-    def _loop_client(self) -> httpx.AsyncClient:
-        loop = asyncio.get_running_loop()
-        if self._client is None or self._client[0] is not loop:
-            headers = {"Content-Type": "application/json"}
-            if self.settings.token:
-                headers["Authorization"] = f"Bearer {self.settings.token}"
-            limits = httpx.Limits(max_connections=None, max_keepalive_connections=64)
-            self._client = loop, bounded_client(limits, headers=headers, most=self.max_bytes)
-        return self._client[1]
+    def url(self, path: str) -> str:
+        """Return the URL of a path of the service."""
+        return f"{self.settings.url.rstrip('/')}{path}"
 
 
 @dataclass(eq=False)
@@ -137,15 +115,7 @@ class RemoteSandbox(HttpSandbox):
 
     async def post(self, path: str, message: BaseModel, reply: type[Reply], limits: Limits) -> Reply:
         """POST a message and parse the response. Raises UserError if refused, WorldError on failures."""
-        response = await self.send(path, message.model_dump_json(), limits)
-        try:
-            if response.status_code == httpx.codes.OK:
-                return reply.model_validate_json(response.content)
-            refused = ErrorMessage.model_validate_json(response.content)
-        except ValidationError as error:
-            raise WorldError(f"{response.url} returned {response.status_code} with an unreadable body.") from error
-        kind = WorldError if refused.kind == "environment" else UserError
-        raise kind(refused.message, refused.hint)
+        return await self.client.post(self.url(path), message, reply, limits.wall_s + self.margin_s)
 
 
 @dataclass(eq=False)

@@ -1,7 +1,7 @@
 """HTTP server for any backend, for `ludus sandbox serve`. Needs the `serve` extra.
 
 Every request must carry the token. Limits above the server's are refused. Idle sessions are closed. The listener bounds
-bodies (`MAX_BODY_BYTES`); they are decoded off the event loop.
+bodies (`MAX_BODY_BYTES`).
 """
 
 from __future__ import annotations
@@ -9,26 +9,21 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import asdict, dataclass, field
-from typing import TypeVar
 
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.requests import Request
-from starlette.responses import Response
-from starlette.routing import Route
 
-from ludus.errors import LudusError, UserError, WorldError
+from ludus.errors import UserError, WorldError
 from ludus.sandbox.base import FileChange, Limits, Outcome, Process, RunRequest, Sandbox, SandboxSession, Snapshot
-from ludus.sandbox.remote.client import ErrorMessage, Payload, SessionMessage
+from ludus.sandbox.remote.client import Payload, SessionMessage
+from ludus.untrusted.json_service import JsonService, parse
 
 MAX_BODY_BYTES = 64 * 2**20
-_BAD_REQUEST, _UNAUTHORIZED, _INTERNAL_ERROR, _BAD_GATEWAY = 400, 401, 500, 502
-Message = TypeVar("Message", bound=BaseModel)
-Handler = Callable[[Request, bytes], Awaitable[BaseModel]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,14 +51,14 @@ class _Service:
     starting: int = 0
 
     async def run(self, _: Request, body: bytes) -> BaseModel:
-        parsed = (await _parse(Payload[RunRequest], body)).content
+        parsed = (await parse(Payload[RunRequest], body)).content
         self._check_limits(parsed.limits)
         program = parsed.argv if parsed.source is None else _decode("source", parsed.source)
         outcome = await self.sandbox.run(program, files=parsed.files, stdin=parsed.stdin, limits=parsed.limits)
         return Payload[Outcome].model_construct(content=outcome)
 
     async def open_session(self, _: Request, body: bytes) -> BaseModel:
-        message = await _parse(SessionMessage, body)
+        message = await parse(SessionMessage, body)
         self._check_limits(message.limits)
         await self.close_idle()
         num = len(self.sessions) + self.starting
@@ -113,16 +108,16 @@ class _Service:
 async def _use(session: SandboxSession, operation: str, body: bytes) -> BaseModel:
     match operation:
         case "run":
-            code = _decode("code", (await _parse(Payload[bytes], body)).content)
+            code = _decode("code", (await parse(Payload[bytes], body)).content)
             return Payload[Outcome].model_construct(content=await session.run(code))
         case "snapshot":
             return Payload[Snapshot].model_construct(content=await session.snapshot())
         case "processes":
             return Payload[tuple[Process, ...]].model_construct(content=await session.processes())
         case "change":
-            await session.change((await _parse(Payload[FileChange], body)).content)
+            await session.change((await parse(Payload[FileChange], body)).content)
         case "restore":
-            await session.restore((await _parse(Payload[Snapshot], body)).content)
+            await session.restore((await parse(Payload[Snapshot], body)).content)
         case "reset":
             await session.reset()
         case "close":
@@ -135,22 +130,7 @@ async def _use(session: SandboxSession, operation: str, body: bytes) -> BaseMode
 def make_app(sandbox: Sandbox, settings: SandboxServerSettings) -> Starlette:
     """Create the application; it closes `sandbox` on shutdown."""
     service = _Service(sandbox, settings)
-
-    def route(path: str, handler: Handler) -> Route:
-        async def endpoint(request: Request) -> Response:
-            authorization = request.headers.get("authorization", "")
-            if not secrets.compare_digest(authorization.encode(), f"Bearer {settings.token}".encode()):
-                return _response(_UNAUTHORIZED, ErrorMessage(kind="token", message="Invalid sandbox server token."))
-            try:
-                message = await handler(request, await request.body())
-                return await asyncio.to_thread(_response, 200, message)
-            except UserError as error:
-                return _response(_BAD_REQUEST, ErrorMessage(kind="input", message=error.message, hint=error.hint))
-            except LudusError as error:
-                refused = ErrorMessage(kind="environment", message=error.message, hint=error.hint)
-                return _response(_BAD_GATEWAY, refused)
-
-        return Route(path, endpoint, methods=["POST"])
+    http = JsonService("sandbox server", settings.token)
 
     @asynccontextmanager
     async def lifespan(_: Starlette) -> AsyncIterator[None]:
@@ -163,30 +143,12 @@ def make_app(sandbox: Sandbox, settings: SandboxServerSettings) -> Starlette:
             await sandbox.close()
 
     routes = [
-        route("/v1/runs", service.run),
-        route("/v1/sessions", service.open_session),
-        route("/v1/sessions/{name}/{operation}", service.use_session),
+        http.route("/v1/runs", service.run),
+        http.route("/v1/sessions", service.open_session),
+        http.route("/v1/sessions/{name}/{operation}", service.use_session),
     ]
-    handlers = {HTTPException: _handle_error, Exception: _handle_error}
+    handlers = {HTTPException: http.handle_error, Exception: http.handle_error}
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers=handlers)
-
-
-def error_response(status: int, message: str) -> Response:
-    """Return the response to a request that failed with a status code."""
-    kind = "input" if status < _INTERNAL_ERROR else "environment"
-    return _response(status, ErrorMessage(kind=kind, message=message))
-
-
-async def _handle_error(_: Request, error: Exception) -> Response:
-    if not isinstance(error, HTTPException):
-        return error_response(_INTERNAL_ERROR, f"The sandbox server failed: {type(error).__name__}: {error}.")
-    response = error_response(error.status_code, f"{error.detail}.")
-    response.headers.update(error.headers or {})
-    return response
-
-
-def _response(status: int, message: BaseModel) -> Response:
-    return Response(message.model_dump_json(), status_code=status, media_type="application/json")
 
 
 def _decode(name: str, source: bytes) -> str:
@@ -194,12 +156,3 @@ def _decode(name: str, source: bytes) -> str:
         return source.decode("utf-8", "surrogatepass")
     except UnicodeDecodeError as error:
         raise UserError(f"The sandbox server cannot read {name}: it is not UTF-8 ({error.reason}).") from error
-
-
-async def _parse(kind: type[Message], body: bytes) -> Message:
-    try:
-        return await asyncio.to_thread(kind.model_validate_json, body)
-    except ValidationError as error:
-        first = error.errors(include_url=False, include_input=False)[0]
-        where = ".".join(map(str, first["loc"])) or "the body"
-        raise UserError(f"The sandbox server cannot read {where}: {first['msg']}.") from error

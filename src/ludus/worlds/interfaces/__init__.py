@@ -1,0 +1,1 @@
+"""Worlds of environments that other packages define or serve (docs/extend/environment_servers.md)."""
