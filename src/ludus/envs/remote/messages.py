@@ -128,7 +128,7 @@ class DialogueRecord(WireMessage):
     data_class: DataClass | None = None
 
 
-class Page(WireMessage):
+class TaskPage(WireMessage):
     """Some items, the tool descriptions to which they refer, and whether they are the last ones."""
 
     tasks: tuple[TaskRecord, ...] = ()

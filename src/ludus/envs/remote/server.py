@@ -27,7 +27,7 @@ from ludus.envs.remote.messages import (
     CloseRequest,
     EpisodeReply,
     InfoRequest,
-    Page,
+    TaskPage,
     PageRequest,
     RewardRecord,
     Solutions,
@@ -269,7 +269,7 @@ class _Service:
             difficulty_report=world.difficulty_report(),
         )
 
-    async def _task_page(self, request: PageRequest) -> Page:
+    async def _task_page(self, request: PageRequest) -> TaskPage:
         """Return tasks with their tools, which are those of an environment that is closed without a start."""
         if request.split not in self.tasks:
             raise UserError(f"The world has no split {request.split!r}.")
@@ -283,9 +283,9 @@ class _Service:
             prompt, tags = pack_chat(task.prompt), dict(task.tags)
             records.append(TaskRecord(id=task.id, prompt=prompt, tags=tags, seed=task.seed, tools=tools))
             size += sum(len(message.content) for message in prompt)
-        return Page(tasks=tuple(records), tools=table.schemas, is_last=end >= len(tasks))
+        return TaskPage(tasks=tuple(records), tools=table.schemas, is_last=end >= len(tasks))
 
-    def _stream_page(self, request: PageRequest) -> Page:
+    def _stream_page(self, request: PageRequest) -> TaskPage:
         """Return items of a stream; its iterator is kept for the next page."""
         key = request.kind, request.seed
         position, items = self.cursors.pop(key, (-1, iter(())))
@@ -298,7 +298,7 @@ class _Service:
             del self.cursors[next(iter(self.cursors))]
         dialogues = tuple(table.pack(one) for one in found if not isinstance(one, str))
         texts, is_last = tuple(one for one in found if isinstance(one, str)), len(found) < request.num
-        return Page(dialogues=dialogues, texts=texts, tools=table.schemas, is_last=is_last)
+        return TaskPage(dialogues=dialogues, texts=texts, tools=table.schemas, is_last=is_last)
 
     def _solutions(self, task: Task) -> Solutions:
         shown, table = self.world.expert(task), ToolTable()

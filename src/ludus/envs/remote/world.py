@@ -24,7 +24,7 @@ from ludus.envs.remote.messages import (
     CloseRequest,
     EpisodeReply,
     InfoRequest,
-    Page,
+    TaskPage,
     PageRequest,
     Schema,
     Solutions,
@@ -250,9 +250,9 @@ class RemoteWorld(World):
     def _solutions(self, task: Task) -> Solutions:
         return self._ask("/v1/solutions", TaskRequest(split=self._place(task)[0], id=task.id), Solutions)
 
-    def _pages(self, request: PageRequest) -> Iterator[Page]:
+    def _pages(self, request: PageRequest) -> Iterator[TaskPage]:
         while True:
-            page = self._ask("/v1/pages", request, Page)
+            page = self._ask("/v1/pages", request, TaskPage)
             yield page
             num = len(page.tasks) + len(page.dialogues) + len(page.texts)
             if page.is_last or not num:
