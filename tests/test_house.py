@@ -31,6 +31,7 @@ ORDER = (
     *(
         "types",
         "errors",
+        "images",
         "plugins",
         "ipc",
         "untrusted",

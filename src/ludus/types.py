@@ -75,7 +75,8 @@ class MessageToolCall(TypedDict):
 class Message(TypedDict, total=False):
     """A chat message in OpenAI's format; `reasoning_content` holds the model's thinking.
 
-    `train` applies to assistant messages of demonstrations: false excludes the message from the loss.
+    `train` applies to assistant messages of demonstrations: false excludes the message from the loss. `images` are data
+    URLs; `<image>` in the content marks the place of each (`ludus.images`).
     """
 
     role: Required[Literal["system", "user", "assistant", "tool"]]
@@ -85,6 +86,7 @@ class Message(TypedDict, total=False):
     tool_call_id: str
     name: str
     train: bool
+    images: list[str]
 
 
 DataClass = Literal["format", "reasoning", "tool_use", "negatives"]

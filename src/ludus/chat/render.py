@@ -16,12 +16,15 @@ from jinja2 import TemplateError
 from ludus.chat.parse import PARSERS, detect
 from ludus.chat.parse_json import CALL_OPEN, GUIDES_EXIST, THINK_CLOSE, THINK_OPEN, hermes_guide, tool_call
 from ludus.errors import UserError
+from ludus.images import IMAGE_IDS, Image, content_parts, read_image
 from ludus.tools.base import Tool, ToolSchema
 from ludus.types import Action, FinishReason, Guide, Message, Segment
 
 _FIX_TEMPLATE = "Set env.rendering to 'tags', or fix the template."
 _MARKER = "zqxMARKxqz"
 _USER: list[dict[str, object]] = [{"role": "user", "content": "q"}]
+_USER_MARK: list[dict[str, object]] = [{"role": "user", "content": _MARKER}]
+_IMAGE_PARTS: list[dict[str, str]] = [{"type": "image"}, {"type": "text", "text": _MARKER}]
 _ASSISTANT: dict[str, object] = {"role": "assistant", "content": "s"}
 _CALL: dict[str, object] = {"id": "c", "type": "function", "function": {"name": "t", "arguments": {"a": _MARKER}}}
 _PLAIN_CALL: dict[str, object] = {**_CALL, "function": {"name": "t", "arguments": {"a": "s"}}}
@@ -60,8 +63,21 @@ class Tokenizer(Protocol):
 
 
 def decode_exactly(tokenizer: Tokenizer, ids: Sequence[int], *, skip_special: bool = False) -> str:
-    """Return the text of tokens, without cleaning up spaces."""
-    return tokenizer.decode(list(ids), skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+    """Return the text of tokens, without cleaning up spaces. Image tokens are left out."""
+    shown = [token for token in ids if token < IMAGE_IDS]
+    return tokenizer.decode(shown, skip_special_tokens=skip_special, clean_up_tokenization_spaces=False)
+
+
+class ImageExpander(Protocol):
+    """The tokens of images for one model."""
+
+    text: str
+    """Placeholder of an image, which the chat template writes."""
+    token_id: int
+    """Token of the placeholder."""
+
+    def expand(self, image: Image) -> tuple[int, ...]:
+        """Return the tokens of an image: image tokens and the markers around them."""
 
 
 class Renderer(Protocol):
@@ -134,21 +150,25 @@ class TemplateRenderer:
     `parser` names the tool-call format; `auto` detects it from the template. Features that the template
     does not support are rendered as text: tools and call instructions in the system message, thinking in the
     content, the system message in the first user message. Without support for them, later system messages are the
-    user's, and user messages in a row are one.
+    user's, and user messages in a row are one. `images` are the image tokens of a vision-language model.
 
     Raises `UserError` without a template, if it rejects a dialogue, or if turns have no end token.
     """
 
     stop: tuple[str, ...] = ()
 
-    def __init__(self, tokenizer: Tokenizer, parser: str = "auto") -> None:
-        self.tokenizer, template = tokenizer, tokenizer.chat_template
+    def __init__(self, tokenizer: Tokenizer, parser: str = "auto", images: ImageExpander | None = None) -> None:
+        self.tokenizer, template, self._images = tokenizer, tokenizer.chat_template, images
         if not template:
             raise UserError(
                 "The model's tokenizer has no chat template.",
                 "Use a chat model, or set env.rendering to 'tags' for a base model.",
             )
         name = detect(str(template)) if parser == "auto" else parser
+        self._in_parts = self._image_in_parts = False
+        text_parts = [{"type": "text", "text": _MARKER}]
+        self._in_parts = not self._renders(_USER_MARK) and self._renders([{"role": "user", "content": text_parts}])
+        self._image_in_parts = images is not None and self._renders([{"role": "user", "content": _IMAGE_PARTS}])
         self.native_tools = self._renders(_USER, tools=[_TOOL_PROBE])
         keys = ("reasoning_content", "thinking")
         read = [key for key in keys if self._renders([*_USER, {**_ASSISTANT, key: _MARKER}])]
@@ -171,7 +191,7 @@ class TemplateRenderer:
         self._needs_context = any(self._encode_after(before, "q") != bare for before in (self._end[0], "q\n"))
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
-        return self._encode(self.text(messages, tools, generate=True))
+        return self._with_images(self._encode(self.text(messages, tools, generate=True)), messages)
 
     def guide(self, tools: Sequence[Tool], *, required: bool = False) -> Guide:
         if self._parse.name != "hermes":
@@ -213,6 +233,7 @@ class TemplateRenderer:
                 _FIX_TEMPLATE,
             )
         tokens = self._encode_after(text, delta) if self._needs_context else self._encode(delta)
+        tokens = self._with_images(tokens, messages)
         return tokens if last in (None, number) else (number, *tokens)
 
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
@@ -242,7 +263,7 @@ class TemplateRenderer:
 
     def text(self, messages: Sequence[Message], tools: Sequence[Tool], *, generate: bool) -> str:
         """Return the template's text of a whole dialogue."""
-        prepared = list(map(self.guard.message, messages))
+        prepared = list(map(self._guarded, messages))
         if not self.native_tools:
             prepared = _write_tools(prepared, tools)
         elif not self.native_thinking:
@@ -258,6 +279,35 @@ class TemplateRenderer:
         if self._parse.name == "kimi_k2":
             prepared = [_number_calls(message) for message in prepared]
         return self._apply([self._to_template(message) for message in prepared], shown, generate=generate)
+
+    def _guarded(self, message: Message) -> Message:
+        """Return the message with control strings broken, and the model's placeholders in the places of its images."""
+        if self._images is None:
+            return self.guard.message(message)
+        mark, guarded = self._images.text, message.copy()
+        guarded.pop("images", None)
+        guarded["content"] = ""
+        for part in content_parts(message):
+            if isinstance(part, str):
+                text = self.guard.message(Message(role=message["role"], content=part))["content"]
+                guarded["content"] += text.replace(mark, self.guard.broken(mark))
+            else:
+                guarded["content"] += mark
+        return guarded
+
+    def _with_images(self, tokens: tuple[int, ...], messages: Sequence[Message]) -> tuple[int, ...]:
+        """Return the tokens with the placeholders replaced by the tokens of the messages' images, in order."""
+        if self._images is None:
+            return tokens
+        images = [read_image(url) for message in messages for url in message.get("images", ())]
+        places = [i for i, token in enumerate(tokens) if token == self._images.token_id]
+        if len(places) != len(images):
+            raise UserError(
+                f"The chat template writes {len(places)} image placeholders for {len(images)} images.",
+                "Use the chat template of the vision-language model.",
+            )
+        found = dict(zip(places, map(self._images.expand, images), strict=True))
+        return tuple(one for i, token in enumerate(tokens) for one in found.get(i, (token,)))
 
     def _fit_roles(self, messages: Sequence[Message]) -> list[Message]:
         """Return messages whose roles follow each other as the template allows."""
@@ -288,11 +338,26 @@ class TemplateRenderer:
     ) -> str:
         try:
             text: str = self.tokenizer.apply_chat_template(
-                conversation, tools=list(tools) or None, add_generation_prompt=generate, tokenize=False
+                list(map(self._shown, conversation)),
+                tools=list(tools) or None,
+                add_generation_prompt=generate,
+                tokenize=False,
             )
             return text
         except (TemplateError, TypeError) as error:
             raise UserError(f"The chat template rejects the dialogue: {error}", _FIX_TEMPLATE) from error
+
+    def _shown(self, message: Mapping[str, object]) -> Mapping[str, object]:
+        """Return a message in the form of the template: content as a text, or as a list of texts and images."""
+        content, mark = message["content"], "" if self._images is None else self._images.text
+        has_image = bool(mark) and isinstance(content, str) and mark in content
+        if not isinstance(content, str) or not (self._in_parts or (has_image and self._image_in_parts)):
+            return message
+        texts = content.split(mark) if mark else [content]
+        parts: list[dict[str, str]] = []
+        for number, text in enumerate(texts):
+            parts += [{"type": "image"}] * bool(number) + [{"type": "text", "text": text}] * bool(text)
+        return {**message, "content": parts or [{"type": "text", "text": ""}]}
 
     def _renders(self, conversation: Sequence[Mapping[str, object]], tools: Sequence[ToolSchema] = ()) -> bool:
         try:
@@ -440,7 +505,7 @@ class ControlGuard:
         self._special, self._all = _compile_pattern(special), _compile_pattern(every)
         control = control_ids(tokenizer)
         for self._breaker in _BREAKS:
-            text = "\n".join(map(self._break, every))
+            text = "\n".join(map(self.broken, every))
             contained = any(self._breaker in string for string in every)
             if not contained and control.isdisjoint(tokenizer.encode(text, add_special_tokens=False)):
                 return
@@ -450,6 +515,12 @@ class ControlGuard:
         )
 
     def message(self, message: Message) -> Message:
+        """Return the message with control strings broken. Raises UserError if it has images."""
+        if message.get("images"):
+            raise UserError(
+                "A message has images, but the model or env.rendering supports only text.",
+                "Use a vision-language model with env.rendering = 'chat'.",
+            )
         if message["role"] not in ("user", "tool"):
             return message
         safe = message.copy()
@@ -460,10 +531,11 @@ class ControlGuard:
         """Return the text with broken control strings. Repeated, since a break may form another one."""
         pattern = self._all if from_tool else self._special
         while pattern.search(text):
-            text = pattern.sub(lambda match: self._break(match.group()), text)
+            text = pattern.sub(lambda match: self.broken(match.group()), text)
         return text
 
-    def _break(self, token: str) -> str:
+    def broken(self, token: str) -> str:
+        """Return a control string as ordinary text."""
         return token[0] + self._breaker + token[1:] if len(token) > 1 else self._breaker
 
 

@@ -16,6 +16,7 @@ from itertools import chain, islice
 from pathlib import Path
 from typing import IO, NamedTuple
 
+from ludus.images import describe_content
 from ludus.rollouts.rollout_files import RolloutRecord, replaced_file
 from ludus.types import Message, MessageToolCall
 
@@ -139,7 +140,7 @@ def inspect_sample(scored: ScoredRecord, epoch: int) -> tuple[Fields, Fields]:
 
 def inspect_message(message: Message) -> Fields:
     """Return a chat message of Inspect; reasoning becomes a part of the content."""
-    content: object = message["content"]
+    content: object = describe_content(message)
     if thought := message.get("reasoning_content"):
         content = [{"type": "reasoning", "reasoning": thought}, {"type": "text", "text": content}]
     found: Fields = {"role": message["role"], "content": content}

@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ludus.images import describe_content
+
 if TYPE_CHECKING:
     from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, SubsetResult
     from ludus.evaluation.stats import Interval
@@ -40,7 +42,7 @@ def message_lines(message: Message, thought: str = "{}", call: str = "{}") -> li
     """Return reasoning, content and calls of a message that are not empty; reasoning and calls in these formats."""
     calls = [f"{one['function']['name']} {one['function']['arguments']}" for one in message.get("tool_calls", [])]
     reasoning = message.get("reasoning_content", "")
-    lines = [thought.format(reasoning) if reasoning else "", message["content"], *map(call.format, calls)]
+    lines = [thought.format(reasoning) if reasoning else "", describe_content(message), *map(call.format, calls)]
     return [line for line in lines if line]
 
 

@@ -211,7 +211,7 @@ class _EpisodeRun:
 
             state = await self._call("state_key", read, str)
         else:
-            shown = [[m["role"], m.get("name", ""), m.get("content", "")] for m in self.shown]
+            shown = [[m["role"], m.get("name", ""), m.get("content", ""), *m.get("images", ())] for m in self.shown]
             state = json.dumps(shown, default=str)
         return hashlib.blake2b(state.encode("utf-8", "surrogatepass"), digest_size=8).hexdigest()
 

@@ -24,6 +24,7 @@ from ludus.engines.base import seed_for
 from ludus.engines.remote.http_client import CONNECTION_ERRORS, error_message, excerpt
 from ludus.envs.base import World
 from ludus.errors import ConfigError, EngineError, UserError
+from ludus.images import to_openai
 from ludus.rollouts.episode import ChatSession
 from ludus.rollouts.scheduler import ChatSessionFactory, RolloutRequest, SamplingPlan, rollout_for, sampling_params
 from ludus.tools.base import Tool, ToolSchema
@@ -327,7 +328,7 @@ class OpenAIChatSession:
         return ()  # an endpoint returns text, not tokens
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
-        self._messages = list(messages)
+        self._messages = list(map(to_openai, messages))
         self._tools = tuple(tool.schema for tool in tools)
         return None  # the server checks the length of the prompt at the first request
 
@@ -356,12 +357,14 @@ class OpenAIChatSession:
         """Append the environment's messages; results of structured calls come first, as servers require."""
         answers = [m for m in messages if m["role"] == "tool" and m.get("tool_call_id") in self._structured_call_ids]
         others = [m for m in messages if m["role"] == "tool" and m not in answers]
-        self._messages += answers
+        self._messages += map(to_openai, answers)
         if others:
             before, after = _RESULT_WRAPPERS.get(self.parser.name, ("", "")) if self.parser else ("", "")
             text = "\n".join(f"{before}{message['content']}{after}" for message in others)
-            self._messages.append(Message(role="user", content=text))
-        self._messages += [message for message in messages if message["role"] != "tool"]
+            images = [url for message in others for url in message.get("images", ())]
+            told = Message(role="user", content=text)
+            self._messages.append(to_openai(Message(**told, images=images) if images else told))
+        self._messages += [to_openai(message) for message in messages if message["role"] != "tool"]
         return None
 
     def close(self) -> None:

@@ -11,7 +11,7 @@ A line is one object (`zcat step-000012.jsonl.gz | head -1 | jq .`), keys sorted
     trajectory  task_id, sample, stop_reason, reward, rewards (by part), turn_rewards, leaf_rewards, shared_reward,
                 agent_rewards, leaves (of a tree: messages, stop_reason, outcomes, rewards of each), anchors, tags,
                 notes, failure
-                messages   the chat in the OpenAI format, including the prompt
+                messages   the chat in the OpenAI format, including the prompt; images are data URLs
                 outcomes   tool calls: call_id, tool, status, output, truncated, cost, retried
                 segments   kind, tokens, turn, parent, agent, logprobs, versions, finish_reason; policy if not ""
 
@@ -28,13 +28,14 @@ import os
 import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, is_dataclass
+from dataclasses import dataclass, fields, is_dataclass, replace
 from functools import cache, partial
 from operator import attrgetter
 from pathlib import Path
 from typing import Any, BinaryIO, Literal, cast, get_args, get_origin, get_type_hints
 
 from ludus.errors import StorageError, UserError
+from ludus.images import ImageToken, restore_tokens
 from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
 from ludus.types import Message, Segment, Trajectory
 
@@ -235,8 +236,21 @@ def parse_rollout(value: object) -> RolloutRecord:
     if schema != SCHEMA:
         raise ValueError(f"its schema is {schema!r}, this version reads {SCHEMA}")
     record: RolloutRecord = _codec(RolloutRecord).read(data)
-    _check_trajectory(record.trajectory)
-    return record
+    trajectory = _with_images(record.trajectory)
+    _check_trajectory(trajectory)
+    return record if trajectory is record.trajectory else replace(record, trajectory=trajectory)
+
+
+def _with_images(trajectory: Trajectory) -> Trajectory:
+    """Return the trajectory with the image tokens that belong to the images of its messages."""
+    messages = [*trajectory.messages, *(message for leaf in trajectory.leaves for message in leaf.messages)]
+    if not any(message.get("images") for message in messages):
+        return trajectory
+    try:
+        segments = (replace(one, tokens=restore_tokens(one.tokens, messages)) for one in trajectory.segments)
+        return replace(trajectory, segments=tuple(segments))
+    except UserError as error:
+        raise ValueError(error.message) from error
 
 
 def _check_trajectory(trajectory: Trajectory) -> None:
@@ -252,7 +266,7 @@ def _check_trajectory(trajectory: Trajectory) -> None:
 
 def _segment_error(segment: Segment, number: int) -> str:
     """Return the error of segment `number`, or an empty string. A parent of -1 is the root."""
-    if invalid := [token for token in segment.tokens if not 0 <= token < _NUM_TOKENS]:
+    if invalid := [t for t in segment.tokens if not (0 <= t < _NUM_TOKENS or isinstance(t, ImageToken))]:
         return f"contains {invalid[0]}, which is not a token id"
     if segment.parent is not None and not -1 <= segment.parent < number:
         return f"continues segments[{segment.parent}], which does not come before it"

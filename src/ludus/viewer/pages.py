@@ -16,6 +16,7 @@ from ludus.engines.base import common_prefix
 from ludus.errors import UserError
 from ludus.evaluation.probes.common import stored_reports
 from ludus.evaluation.stats import cohens_kappa, paired_difference
+from ludus.images import describe_content
 from ludus.rollouts.rollout_files import RolloutRecord, times_path, token_values_path
 from ludus.rollouts.trees import RowStart, has_rows, row_starts
 from ludus.training.run.run_dir import is_running, kind_of, policy_path
@@ -216,7 +217,8 @@ class RunPages:
 def _shown_message(message: Message) -> Row:
     calls = [call["function"] for call in message.get("tool_calls", [])]
     thought, name = message.get("reasoning_content", ""), message.get("name", "")
-    return {"role": message["role"], "content": message["content"], "thought": thought, "calls": calls, "name": name}
+    content = describe_content(message)
+    return {"role": message["role"], "content": content, "thought": thought, "calls": calls, "name": name}
 
 
 def _member(row: Row, record: RolloutRecord, best: Trajectory) -> Row:

@@ -139,6 +139,7 @@ def _load(target: str, config: Config) -> tuple[PreTrainedModel, PreTrainedToken
 def _service(args: argparse.Namespace, config: Config) -> tuple[int, CompletionService, PreTrainedModel]:
     from ludus.engines.embedded.engine import EngineSettings, LocalEngine
     from ludus.engines.models.loading import num_positions
+    from ludus.engines.models.vision import image_tokens
     from ludus.gateway.service import CompletionService, served_model
     from ludus.training.run.session import SMALL_MODEL
 
@@ -161,7 +162,8 @@ def _service(args: argparse.Namespace, config: Config) -> tuple[int, CompletionS
     )
     engine = LocalEngine(model, tokenizer, settings, version=step, copy=False)
     name = args.name or Path(args.target).resolve().name
-    renderer = TemplateRenderer(tokenizer, config.env.tool_parser) if tokenizer.chat_template else None
+    images, parser = image_tokens(model), config.env.tool_parser
+    renderer = TemplateRenderer(tokenizer, parser, images) if tokenizer.chat_template else None
     served = served_model(model, tokenizer, name, args.target, renderer)
     token = token_of(args.token_file) if args.control else ""
     return step, CompletionService(engine, served, token, frozenset([*(args.allow_host or ()), args.host])), model

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from rich.console import Console
 from rich.text import Text
 
-from ludus.chat.render import Tokenizer
+from ludus.chat.render import Tokenizer, decode_exactly
 from ludus.cli.ui.terminal import print_line, print_text
 from ludus.engines.base import common_prefix
 from ludus.evaluation.tables import message_lines
@@ -79,7 +79,7 @@ def _print_rows(console: Console, trajectory: Trajectory, tokenizer: Tokenizer |
 def _decoded(tokens: Sequence[int], tokenizer: Tokenizer | None) -> str:
     if tokenizer is None or not tokens:
         return " ".join(map(str, tokens)) or "(its end)"
-    return tokenizer.decode(tokens, skip_special_tokens=False)
+    return decode_exactly(tokenizer, tokens)
 
 
 def _outcome_line(record: RolloutRecord) -> str:
@@ -110,7 +110,7 @@ def _marked_tokens(segments: Sequence[Segment], tokenizer: Tokenizer) -> Iterato
         if segment.versions:
             low, high = min(segment.versions), max(segment.versions)
             numbers += f", weights {low}" if low == high else f", weights {low} to {high}"
-        yield segment.kind, f"{numbers}\n{tokenizer.decode(segment.tokens, skip_special_tokens=False)}"
+        yield segment.kind, f"{numbers}\n{decode_exactly(tokenizer, segment.tokens)}"
 
 
 def message_text(message: Message) -> str:

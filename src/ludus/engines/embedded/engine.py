@@ -38,7 +38,9 @@ from ludus.engines.embedded.sampler import GuideCompiler, GuideState
 from ludus.engines.embedded.scheduler import BatchScheduler, SequenceScheduler, SequenceState
 from ludus.engines.models.fingerprint import fingerprint_adapted
 from ludus.engines.models.lora import is_peft, role_adapters
+from ludus.engines.models.vision import image_tokens
 from ludus.errors import EngineBusy, EngineError, RequestRejected, SyncError, UserError
+from ludus.images import IMAGE_IDS
 from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 
 if TYPE_CHECKING:
@@ -289,7 +291,9 @@ class LocalEngine:
         """Create sequences for valid requests; guides are compiled on another thread."""
         for request in requests:
             check_fits(request, self.context_tokens)
-            if not 0 <= min(request.token_ids) <= max(request.token_ids) < self._forward.vocab_size:
+            shows_images = image_tokens(self._model) is not None
+            largest = max((i for i in request.token_ids if not (shows_images and i >= IMAGE_IDS)), default=0)
+            if not 0 <= min(request.token_ids) <= largest < self._forward.vocab_size:
                 raise RequestRejected(
                     f"Episode {request.episode} has token ids outside the model's vocabulary of "
                     f"{self._forward.vocab_size}.",

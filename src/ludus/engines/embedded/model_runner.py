@@ -28,6 +28,7 @@ from ludus.engines.embedded.attention import KernelPass, QuerySpan, RaggedPass, 
 from ludus.engines.embedded.kv_cache import PAGE, LayerShape, PagePool
 from ludus.engines.embedded.paged_pass import PassRunner
 from ludus.engines.models.lora import AdapterBank, is_peft
+from ludus.engines.models.vision import image_tokens, text_part
 from ludus.errors import EngineError, UserError
 
 if TYPE_CHECKING:
@@ -95,6 +96,10 @@ class RaggedForward(ModelRunner):
                     f"The local engine cannot run {name}: it has {', '.join(unknown)} layers.",
                     "It runs models of full or sliding-window attention; serve others with an inference server.",
                 )
+            if image_tokens(model) is not None and paged_pass.runs_on(self.device):
+                raise UserError(
+                    f"The paged engine runs {name} on a CPU only: its passes on a GPU have no image tokens."
+                )
             check_positions(model, max_tokens)
             try:
                 recorder, ids = _ShapeRecorder(), torch.tensor([self._trial_ids()], device=self.device)
@@ -119,8 +124,9 @@ class RaggedForward(ModelRunner):
                     graphs = paged_pass.make_recorder(self.device)
                     self._paged = PassRunner(self._forward, self.pool, self.device, graphs)
                 attention.register()
-                undo.callback(model.set_attn_implementation, model.config._attn_implementation)
-                model.set_attn_implementation(attention.NAME)
+                part = text_part(model)
+                undo.callback(part.set_attn_implementation, part.config._attn_implementation)
+                part.set_attn_implementation(attention.NAME)
                 difference = float((self._run_ragged_trial() - expected).abs().max())
                 self.invariant = self._is_batch_invariant()
             except (TypeError, ValueError, AttributeError, LookupError, RuntimeError, EngineError) as error:

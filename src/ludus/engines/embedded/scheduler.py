@@ -26,6 +26,7 @@ from ludus.engines.embedded.kv_cache import PAGE, CacheMatch, RadixCache, RadixN
 from ludus.engines.embedded.model_runner import ROW_BLOCK, Chunk, ModelRunner, RaggedForward
 from ludus.engines.embedded.sampler import GuideState, SamplingRules, StopStrings, TokenDraw, sample, top_tokens
 from ludus.errors import EngineError
+from ludus.images import IMAGE_IDS
 from ludus.types import Completion, FinishReason, SamplingParams, TopLogprobs
 
 if TYPE_CHECKING:
@@ -523,10 +524,11 @@ def _append_scores(sequence: SequenceState, chunk: Chunk, logits: Tensor) -> int
     after = sequence.tokens[chunk.start + 1 : chunk.start + 1 + len(chunk.ids)]
     logits = logits if logits.dtype == torch.float64 else logits.float()
     logprobs = torch.log_softmax(logits[: len(after)], dim=-1)
-    index = torch.tensor(after, device=logits.device)[:, None]
+    targets = torch.tensor(after, device=logits.device)[:, None]
+    index = torch.where(targets < IMAGE_IDS, targets, 0)
     assert sequence.scores is not None
     del sequence.scores[chunk.start + 1 :]  # after a weight update, drop scores of older weights
-    scores = logprobs.gather(1, index)[:, 0].tolist()
+    scores = logprobs.gather(1, index).masked_fill(targets >= IMAGE_IDS, 0.0)[:, 0].tolist()
     if any(map(math.isnan, scores)):
         sequence.fail("The model's logits are not finite.", "Its weights have diverged.")
     sequence.scores.extend(scores)

@@ -20,6 +20,7 @@ from ludus.config.sections.model import ModelInitConfig
 from ludus.engines.base import ROLE_ADAPTER, first_line
 from ludus.engines.models import smollm2
 from ludus.engines.models.lora import is_peft, role_adapters
+from ludus.engines.models.vision import Processor, enable_images, image_tokens
 from ludus.errors import StorageError, UserError, did_you_mean
 
 if TYPE_CHECKING:
@@ -105,18 +106,22 @@ def hide_progress() -> None:
 
 
 def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "auto") -> PreTrainedModel:
-    """Load a causal language model from a folder or a model name, in eval mode; an adapter folder is merged into its
-    base model. Raises `UserError` if there is none, or if tensors are missing, unexpected or of the wrong shape."""
-    from transformers import AutoModelForCausalLM
+    """Load a causal or vision-language model from a folder or a model name, in eval mode; an adapter folder is merged
+    into its base model. Raises `UserError` if there is none, if tensors are missing, unexpected or of the wrong shape,
+    or if the vision-language model lacks a processor or is not supported."""
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 
     target = resolve_device(device)
     path = resolve_model(path)
     if (Path(path) / "adapter_config.json").is_file():
         return _load_adapted(Path(path), dtype, device)
     config = _load_config(path)
-    _check_causal(path, config)
+    has_images = _has_images(config)
+    if not has_images:
+        _check_causal(path, config)
+    processor = load_processor(path) if has_images else None
     with _LOAD_LOCK, _loading(f"The model {path}", "Check its weight files."):
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = (AutoModelForImageTextToText if has_images else AutoModelForCausalLM).from_pretrained(
             path,
             config=config,
             dtype=_DTYPES[dtype],
@@ -133,13 +138,32 @@ def load_model(path: str, dtype: DTypeName = "float32", device: DeviceName = "au
     loaded: PreTrainedModel = model.to(target).eval()
     if loaded.device.type == "cuda":
         fuse_norms(loaded)
+    if processor is not None:
+        enable_images(loaded, processor)
     return loaded
+
+
+def load_processor(path: str) -> Processor:
+    """Load the processor of a vision-language model. Raises UserError if it or a package that it needs is missing."""
+    from transformers import AutoProcessor
+
+    if find_spec("PIL") is None:
+        raise UserError(f"The model {path} needs the package pillow.", "Install it: pip install 'ludus[vision]'.")
+    hint = "The folder needs processor_config.json or preprocessor_config.json; pip install 'ludus[vision]'."
+    with _loading(f"The processor of {path}", hint):
+        processor: Processor = AutoProcessor.from_pretrained(
+            path, local_files_only=_is_folder(path), trust_remote_code=False
+        )
+        if not {"image_token", "image_token_id"} <= set(dir(processor)):
+            raise ValueError("it has no image token")
+    return processor
 
 
 def num_positions(model: PreTrainedModel) -> int | None:
     """Return the maximum sequence length of a model, or None if its configuration does not state one."""
     name = "max_position_embeddings"
-    found: int | None = model.config.to_dict().get(model.config.attribute_map.get(name, name))
+    config = model.config.get_text_config()
+    found: int | None = config.to_dict().get(config.attribute_map.get(name, name))
     return found
 
 
@@ -201,6 +225,9 @@ def load_tokenizer(path: str, *, needs_template: bool = False) -> PreTrainedToke
         tokenizer: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
             path, local_files_only=_is_folder(path), trust_remote_code=False
         )
+    has_config = (Path(path) / "config.json").is_file() or (needs_template and not _is_folder(path))
+    if not tokenizer.chat_template and has_config and _has_images(_load_config(path)):
+        tokenizer.chat_template = load_processor(path).chat_template
     if needs_template and not tokenizer.chat_template:
         raise UserError(
             f"The tokenizer of {path} has no chat template.",
@@ -230,6 +257,8 @@ def save_model(
         model.save_pretrained(folder, state_dict=None if weights is None else dict(weights))
         for target in (folder, *(folder / name for name in role_adapters(model))):
             tokenizer.save_pretrained(target)
+        if (images := image_tokens(model)) is not None:
+            images.processor.save_pretrained(str(folder))
     except (OSError, SafetensorError) as error:
         raise StorageError(
             f"The model cannot be written to {folder}: {error}", "Free some space or choose another folder."
@@ -317,6 +346,14 @@ def _check_exists(path: str) -> None:
             f"The folder {path!r} does not exist, and the model hub cannot be reached: {first_line(error)}.",
             f"{did_you_mean(path, [smollm2.NAME])}Check the path or the network.",
         ) from error
+
+
+def _has_images(config: PreTrainedConfig) -> bool:
+    """Return whether a model is loaded with its vision part: no causal language model has its type."""
+    from transformers.models.auto import modeling_auto
+
+    kinds = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+    return config.model_type in kinds and config.model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 def _check_causal(path: str, config: PreTrainedConfig) -> None:

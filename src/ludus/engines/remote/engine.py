@@ -24,7 +24,8 @@ from ludus.engines.remote.http_client import HttpStatusError, RemoteEngineSettin
 from ludus.engines.remote.metrics import ServerStats
 from ludus.engines.remote.rolling_update import EpisodePin, Placement, RollingUpdates
 from ludus.engines.remote.weight_publisher import WeightPublisher
-from ludus.errors import EngineError, SyncError, UserError
+from ludus.errors import EngineError, RequestRejected, SyncError, UserError
+from ludus.images import IMAGE_IDS
 from ludus.types import Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -178,6 +179,11 @@ class ServerEngine:
 
     async def generate(self, request: Request) -> Completion:
         check_fits(request, self.context_tokens)
+        if max(request.token_ids) >= IMAGE_IDS:
+            raise RequestRejected(
+                "Servers sample from tokens, and images are not sent.",
+                "Unset engine.url: the embedded engine shows them.",
+            )
         if self._rolling is not None:  # pin a new episode, or move it to another replica between two turns
             episode = request.episode
             if self._router.pins.get(episode) is None:

@@ -29,6 +29,7 @@ from pydantic import (
 )
 
 from ludus.chat.parse_json import tool_call
+from ludus.images import from_openai
 from ludus.tools.base import DescribedTool, FunctionSchema, ToolSchema, described_tool
 from ludus.types import MAX_TOP_LOGPROBS, PARAM_BOUNDS, Guide, Message, SamplingParams
 
@@ -232,14 +233,24 @@ class _Call(BaseModel):
     function: _Function
 
 
+class _ImageUrl(BaseModel):
+    url: str
+
+
 class _Part(BaseModel):
-    type: Literal["text", "refusal", "thinking"]
+    type: Literal["text", "refusal", "thinking", "image_url"]
     text: str | None = None
     refusal: str | None = None
+    image_url: _ImageUrl | None = None
+
+    @property
+    def value(self) -> tuple[str, str]:
+        """The type and the text or URL."""
+        return ("image_url", self.image_url.url) if self.image_url else ("text", self.text or self.refusal or "")
 
 
 class ChatMessage(BaseModel):
-    """One chat message. Its content may be null or a list of texts."""
+    """One chat message. Its content may be null or a list of texts and images."""
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: str | Annotated[list[_Part], Field(fail_fast=True)] | None = None
@@ -251,8 +262,10 @@ class ChatMessage(BaseModel):
     @property
     def message(self) -> Message:
         content = self.content or ""
-        text = content if isinstance(content, str) else "".join(part.text or part.refusal or "" for part in content)
+        text, images = (content, []) if isinstance(content, str) else from_openai([part.value for part in content])
         message = Message(role="system" if self.role == "developer" else self.role, content=text)
+        if images:
+            message["images"] = images
         if self.reasoning_content:
             message["reasoning_content"] = self.reasoning_content
         if self.tool_call_id is not None:

@@ -89,11 +89,11 @@ def _digests(messages: Sequence[Message], tools: Sequence[Tool], agent: str) -> 
 
 
 def canonical(message: Message) -> bytes:
-    """Return the parts of a message that agents send back unchanged: role, stripped text, and calls as JSON values."""
+    """Return what agents send back unchanged: role, stripped text, calls as JSON values, and images."""
     calls = [
         (one["function"]["name"], json_value(one["function"]["arguments"])) for one in message.get("tool_calls", [])
     ]
-    parts = (message["role"], message.get("content", "").strip(), calls)
+    parts = (message["role"], message.get("content", "").strip(), calls, *message.get("images", ()))
     return json.dumps(parts, sort_keys=True).encode() + b"\n"
 
 

@@ -22,6 +22,7 @@ from ludus.config.sections.rewards import RewardModelConfig
 from ludus.config.sections.stages import PreferenceConfig
 from ludus.engines.base import common_prefix
 from ludus.errors import LearnerError
+from ludus.images import IMAGE_IDS
 from ludus.training.batches.prefix_packing import MIN_SHARED_TOKENS
 from ludus.types import Path, Segment, Trajectory
 
@@ -190,14 +191,14 @@ def row_of_trajectory(
     """
     segments = list(row_segments(trajectory))
     sampled = tuple(new and s.kind == "action" for s, new in segments for _ in s.tokens)
+    observed = tuple(new and s.kind == "observation" and t < IMAGE_IDS for s, new in segments for t in s.tokens)
     trains = sampled
     if not mask_observations:
-        trains = tuple(new and s.kind != "prompt" for s, new in segments for _ in s.tokens)
+        trains = tuple(action or seen for action, seen in zip(sampled, observed, strict=True))
     if isinstance(advantage, float | int):
         advantages = tuple(float(advantage) if t else 0.0 for t in trains)
     else:
         advantages = _scatter_advantages(advantage, sampled, trains)
-    observed = tuple(new and s.kind == "observation" for s, new in segments for _ in s.tokens)
     tokens = tuple(token for s, _ in segments for token in s.tokens)
     behavior = tuple(lp for s, _ in segments for lp in (s.logprobs or (0.0,) * len(s.tokens)))
     policies = tuple(s.policy for s, _ in segments for _ in s.tokens)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, Literal, get_args
 
+from ludus.errors import UserError
+from ludus.images import from_openai, read_image
 from ludus.tools.base import FunctionSchema, Tool, ToolSchema, described_tool
 from ludus.types import FunctionCall, Message, MessageToolCall
 
@@ -78,7 +80,9 @@ def _openai_message(data: Fields, where: str) -> Fields:
     if message.get("role") == "developer":
         message["role"] = "system"
     if isinstance(parts := message.get("content"), list):
-        message["content"] = "".join(_part_text(part, f"{where}.content[{i}]") for i, part in enumerate(parts))
+        read = [_part(part, f"{where}.content[{i}]") for i, part in enumerate(parts)]
+        message["content"], images = from_openai(read)
+        message |= {"images": images} if images else {}
     weight = message.pop("weight", None)
     if weight is not None:
         if weight not in (0, 1):
@@ -87,12 +91,14 @@ def _openai_message(data: Fields, where: str) -> Fields:
     return message
 
 
-def _part_text(part: object, where: str) -> str:
+def _part(part: object, where: str) -> tuple[str, str]:
+    """Return the type of a content part and its text or URL."""
     fields = as_object(part, where)
-    text = fields.get("text")
-    if fields.get("type") != "text" or not isinstance(text, str):
-        raise ValueError(f"{where} has the type {as_words(fields.get('type'))}, and only text is supported")
-    return text
+    kind = fields.get("type")
+    value = as_object(fields.get(kind), f"{where}.{kind}").get("url") if kind == "image_url" else fields.get("text")
+    if kind not in ("text", "image_url") or not isinstance(value, str):
+        raise ValueError(f"{where} has the type {as_words(kind)}, and only text and image_url are supported")
+    return str(kind), value
 
 
 def _openai_preference(record: Fields) -> Fields:
@@ -179,7 +185,7 @@ FORMATS: Final[tuple[DataFormat, ...]] = (
 Role = Literal["system", "user", "assistant", "tool"]
 _KEY_ROLES = {"reasoning_content": "assistant", "tool_calls": "assistant", "train": "assistant"}
 """Keys of messages of a single role."""
-_KEYS = {"role", "content", "tool_call_id", "name", *_KEY_ROLES}
+_KEYS = {"role", "content", "tool_call_id", "name", "images", *_KEY_ROLES}
 _MAX_DEPTH = 100
 """Maximum nesting; templates render values recursively."""
 
@@ -298,7 +304,17 @@ def _message(fields: Mapping[str, object], where: str) -> Message:
     for key in texts:
         if key in fields and (key != "reasoning_content" or role == "assistant"):
             message[key] = as_text(fields[key], f"{where}.{key}")
+    if urls := _list(fields.get("images", []), f"{where}.images"):
+        message["images"] = [_image(url, f"{where}.images[{i}]") for i, url in enumerate(urls)]
     return message
+
+
+def _image(url: object, where: str) -> str:
+    try:
+        read_image(url)
+    except UserError as error:
+        raise ValueError(f"{where}: {error.message}") from error
+    return str(url)
 
 
 def _call(data: object, place: int, where: str) -> MessageToolCall:

@@ -24,7 +24,9 @@ from ludus.algorithms.kl import FULL_KL_NAMES
 from ludus.engines.base import DEFAULT
 from ludus.engines.embedded.model_runner import OneDnnLinear, agreement, use_onednn
 from ludus.engines.models.lora import adapters_in_use, is_peft, role_adapters, use_adapter
+from ludus.engines.models.vision import text_part
 from ludus.errors import LearnerError, UserError
+from ludus.images import IMAGE_IDS
 from ludus.training.batches import prefix_packing
 from ludus.training.batches.chunked_lm_head import (
     CHUNK_LOGITS,
@@ -173,8 +175,8 @@ class LogprobScorer:
     def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> TokenScores:
         """Return log-probabilities (natural, float32 or better) of the tokens `[B, L]` marked in `scored`.
 
-        The first token of a row has no context and scores 0. Tokens after a row's last marked one are
-        ignored. `entropy` adds the entropy of the full distribution, in nats.
+        The first token of a row has no context and scores 0, as do image tokens. Tokens after a row's last marked one
+        are ignored. `entropy` adds the entropy of the full distribution, in nats.
         """
         return self.compare(tokens, scored, entropy, {})[0]
 
@@ -202,7 +204,7 @@ class LogprobScorer:
     def _compare(
         self, tokens: Tensor, scored: Tensor, entropy: Entropy, against: Mapping[str, DivergenceTarget]
     ) -> _Comparison:
-        rows, columns = torch.nonzero(scored[:, 1:], as_tuple=True)
+        rows, columns = torch.nonzero((scored & (tokens < IMAGE_IDS))[:, 1:], as_tuple=True)
         if self.routing is not None and bool((tokens == BREAK).any()):
             raise LearnerError(
                 "Routing replay does not support branching trajectories.",
@@ -339,7 +341,8 @@ class LogprobScorer:
     @torch.no_grad()
     def _trial(self) -> bool:
         """Return whether a forest reproduces the model's log-probabilities, and set its attention."""
-        before = self.model.config._attn_implementation
+        part = text_part(self.model)
+        before = part.config._attn_implementation
         if before not in ("sdpa", prefix_packing.NAME):
             return False
         vocabulary = self.model.get_input_embeddings().weight.shape[0]
@@ -353,7 +356,7 @@ class LogprobScorer:
         self.model.eval()
         try:
             padded = self._padded_scores(tokens, at).logprobs
-            self.model.set_attn_implementation(prefix_packing.NAME)
+            part.set_attn_implementation(prefix_packing.NAME)
             packed = self._packed_scores(tokens, at).logprobs
         except (AttributeError, TypeError, ValueError, RuntimeError):
             packed = padded = torch.full((2,), torch.nan)
@@ -362,7 +365,7 @@ class LogprobScorer:
         tolerance = agreement(padded, next(self.model.parameters()).dtype)
         matches = bool(((packed - padded).abs() <= tolerance).all())
         if not matches:
-            self.model.set_attn_implementation(before)
+            part.set_attn_implementation(before)
         return matches
 
 

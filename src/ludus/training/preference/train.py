@@ -115,7 +115,7 @@ def gather_pairs(session: TrainingSession, reporter: EpisodeReporter | None = No
         fault = "No task has two attempts of the model with different rewards that make a pair."
     if not pairs:
         raise UserError(fault, "See docs/use/stages.md, lower preference.min_reward_gap, or set preference.threshold.")
-    check_vocabulary(max(max(side.tokens) for pair in pairs for side in pair.all_sides), session)
+    check_vocabulary((side.tokens for pair in pairs for side in pair.all_sides), session)
     return GatheredPairs(with_mismatched(pairs, limit) if PREFERENCES[settings.loss].mismatched else pairs, sampled)
 
 

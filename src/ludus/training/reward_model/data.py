@@ -209,4 +209,4 @@ def _check(examples: Sequence[RewardExample], session: TrainingSession) -> None:
             f"All {len(examples)} attempts of {where} {how}, and a reward model needs both outcomes.",
             "Use a run with successes and failures, and its world.",
         )
-    check_vocabulary(max(max(sequence.tokens) for example in examples for sequence in example.sequences), session)
+    check_vocabulary((sequence.tokens for example in examples for sequence in example.sequences), session)

@@ -23,6 +23,7 @@ from ludus.diagnostics.trackers import Tracker, make_tracker, read_metrics
 from ludus.engines.models.fingerprint import fingerprint_adapted
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.engines.models.lora import use_adapter
+from ludus.engines.models.vision import image_tokens
 from ludus.errors import ConfigError, UserError
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.rollout_files import token_values_path, truncate_lines
@@ -227,6 +228,8 @@ def make_parts(
 ) -> LearnerParts:
     """Build policy, optimizer, scorers and judge on every rank, restored from a checkpoint; copies precede sharding."""
     config, model, training = session.config, session.model, session.config.training
+    if config.training.learner.shard and image_tokens(model) is not None:
+        raise UserError("Vision-language models cannot be sharded.", "Set training.learner.shard = false.")
     broadcast_weights(model, ranks)
     scorers = _scorers(session, algorithm, kl_controller(config, algorithm.kl_coef))
     digests = reference_digests(session, scorers) if ranks.rank == 0 else {}

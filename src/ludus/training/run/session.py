@@ -7,7 +7,7 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
@@ -25,12 +25,14 @@ from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.engines.embedded.kv_cache import PAGE
 from ludus.engines.models.loading import load_model, load_tokenizer, num_positions
 from ludus.engines.models.lora import FACTOR
+from ludus.engines.models.vision import image_tokens, other_layers
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.http_client import RemoteEngineSettings, ServerUnreachable, serve_command
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError
 from ludus.gateway.agents import agent_server
+from ludus.images import IMAGE_IDS
 from ludus.plugins import check_result, find_plugin
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
@@ -105,7 +107,7 @@ def open_session(config: Config, weights: Path | None = None, world: World | Non
     check_rows(path, len(tokenizer), model.get_input_embeddings().weight.shape[0])
     if config.model.lora is not None:
         model = add_lora(model, config.model.lora)
-    return TrainingSession(config, world, model, tokenizer, make_renderer(config.env, tokenizer), path)
+    return TrainingSession(config, world, model, tokenizer, make_renderer(config.env, tokenizer, model), path)
 
 
 def session_scheduler(
@@ -117,11 +119,11 @@ def session_scheduler(
     return replace(scheduler, scoring=session.scoring, agents=agent_server(session.world, settings.agent))
 
 
-def make_renderer(env: EnvConfig, tokenizer: Any) -> Renderer:  # noqa: ANN401 (a transformers tokenizer)
-    """Build the configured renderer."""
+def make_renderer(env: EnvConfig, tokenizer: Any, model: PreTrainedModel | None = None) -> Renderer:  # noqa: ANN401
+    """Build the configured renderer; a vision-language `model` lets it render images."""
     if env.rendering != "chat":
         return TagsRenderer(tokenizer, PROTOCOLS[env.rendering])
-    return TemplateRenderer(tokenizer, env.tool_parser)
+    return TemplateRenderer(tokenizer, env.tool_parser, None if model is None else image_tokens(model))
 
 
 def make_engine(session: TrainingSession) -> Engine:
@@ -199,7 +201,13 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
         from peft import get_peft_model
     except ImportError as error:
         raise UserError("LoRA needs the package peft.", "Install it: pip install 'ludus[lora]'.") from error
-    config = PeftConfig(r=lora.rank, lora_alpha=lora.alpha, target_modules=lora.target_modules, task_type="CAUSAL_LM")
+    config = PeftConfig(
+        r=lora.rank,
+        lora_alpha=lora.alpha,
+        target_modules=lora.target_modules,
+        exclude_modules=other_layers(model) or None,
+        task_type="CAUSAL_LM",
+    )
     adapted = get_peft_model(model, config)
     for role in lora.roles:
         adapted.add_adapter(ROLE_ADAPTER + role, copy.deepcopy(config))
@@ -220,8 +228,9 @@ def check_tokenizer(run: RunFolder, session: TrainingSession) -> None:
         raise UserError(f"The run {run.path} sampled with a different vocabulary from this model's.", hint)
 
 
-def check_vocabulary(largest: int, session: TrainingSession) -> None:
-    """Raise UserError if the token `largest` is outside the model's vocabulary."""
+def check_vocabulary(sequences: Iterable[Sequence[int]], session: TrainingSession) -> None:
+    """Raise UserError if a token of the sequences is outside the model's vocabulary and not of an image."""
+    largest = max(token for tokens in sequences for token in tokens if token < IMAGE_IDS)
     size = session.model.get_input_embeddings().weight.shape[0]
     if largest >= size:
         hint = "Train the model that sampled them."
