@@ -187,6 +187,7 @@ def test_expert_recovers_from_any_state():
         assert simulator.success
 
 
+@pytest.mark.slow
 def test_splits_differ_in_layouts_and_composition_in_rooms_and_pairs():
     layouts = {split: {task.tags["layout"] for task in WORLD.tasks(split)} for split in WORLD.splits}
     assert sum(map(len, layouts.values())) == len(set().union(*layouts.values())) == 60
@@ -223,6 +224,7 @@ def success_of_demonstrations(**settings):
     return {family: wins[family] / num[family] for family in num}
 
 
+@pytest.mark.slow
 def test_mistakes_of_demonstrations_are_systematic():
     assert set(success_of_demonstrations(forget=0, misplace=0).values()) == {1.0}
     forgetful = success_of_demonstrations(forget=1, misplace=0)

@@ -87,7 +87,14 @@ def played(world, split, informed):
     ]
 
 
-@pytest.mark.parametrize("words", [("guess",), SQL, (STOCK,)], ids=["guess", "sql", "a file"])
+@pytest.mark.parametrize(
+    "words",
+    [
+        pytest.param(("guess",), marks=pytest.mark.slow, id="guess"),
+        pytest.param(SQL, marks=pytest.mark.slow, id="sql"),
+        pytest.param((STOCK,), id="a file"),
+    ],
+)
 def test_tasks_episodes_rewards_and_demonstrations_equal_those_of_the_local_world(words):
     ours = local(*words)
     with remote(*words) as theirs:

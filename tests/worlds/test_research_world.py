@@ -236,7 +236,7 @@ def assert_sound(report):
     return {row.agent.name: row.num_successes for row in report.rows if row.agent.what == "a cheat of this world"}
 
 
-@pytest.mark.parametrize("split", ["train", "composition"])
+@pytest.mark.parametrize("split", ["train", pytest.param("composition", marks=pytest.mark.slow)])
 def test_solver_is_rewarded_and_cheats_are_not(split):
     found = assert_sound(check_world(world_of(num_tasks=100), CheckPlan(split, num_tasks=20, limits=LIMITS)))
     assert found == dict.fromkeys(("every candidate", "near miss", "other one"), 0)

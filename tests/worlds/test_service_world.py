@@ -54,6 +54,7 @@ def identified(task):
     return called("find_by_email", email=task.truth.script.email)
 
 
+@pytest.mark.slow
 def test_tasks_are_many_equal_for_equal_settings_and_split_by_customers_pairs_and_notes():
     assert sum(len(WORLD.tasks(split)) for split in WORLD.splits) >= 1000
     again = make_service_world({}, ToolLimits())

@@ -42,6 +42,7 @@ def weights(checkpoint):
     return load_file(checkpoint / "model.safetensors")
 
 
+@pytest.mark.slow
 def test_every_stage_runs_on_pictures(model, folder):
     checkpoint, _ = tuned(model, folder, "begun", 8)
     before, after = weights(model), weights(checkpoint)
