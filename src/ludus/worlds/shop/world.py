@@ -16,6 +16,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from ludus.envs.browser import SiteBrowser
 from ludus.envs.messages import assistant
 from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.simulator_world import SIMULATOR_REWARDS, Observation, Simulator, SimulatorWorld
@@ -24,7 +25,7 @@ from ludus.envs.tool_world import Dialogue
 from ludus.errors import ConfigError
 from ludus.rewards.base import truth_of
 from ludus.types import Message, Task
-from ludus.worlds.shop.browser import ShopBrowser
+from ludus.worlds.shop.browser import open_visit
 from ludus.worlds.shop.catalogue import catalogue, catalogue_data
 from ludus.worlds.shop.pages import BUY, Page, as_html, as_text, search_page
 from ludus.worlds.shop.session import (
@@ -128,7 +129,7 @@ class ShopWorld(SimulatorWorld):
     """Instructions to buy a product. `browser` is used if `settings.observation` is `browser`."""
 
     settings: ShopSettings = field(default_factory=ShopSettings)
-    browser: ShopBrowser = field(default_factory=ShopBrowser)
+    browser: SiteBrowser = field(default_factory=SiteBrowser)
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """Yield episodes of a shopper on training tasks, with systematic mistakes."""
@@ -167,7 +168,7 @@ def make_shop_world(settings: Mapping[str, object], limits: ToolLimits) -> ShopW
         raise ConfigError(
             f"env.settings.categories: there is no category {unknown[0]!r}.", f"Categories: {', '.join(known)}."
         )
-    browser = ShopBrowser(chosen.chromium)
+    browser = SiteBrowser(chosen.chromium)
     return ShopWorld(
         name="shop",
         task_lists=make_tasks(chosen),
@@ -202,8 +203,8 @@ def _task(name: str, level: int, goal: Goal, settings: ShopSettings) -> Task:
     return Task(name, prompt, goal, tags)
 
 
-def _simulator(settings: ShopSettings, browser: ShopBrowser, flaws: Flaws, task: Task) -> ShopSimulator:
+def _simulator(settings: ShopSettings, browser: SiteBrowser, flaws: Flaws, task: Task) -> ShopSimulator:
     session = ShopSession(truth_of(task, Goal), catalogue(), settings.page_size)
     if settings.observation == "browser":
-        return ShopSimulator(session, browser.open, flaws)
+        return ShopSimulator(session, partial(open_visit, browser), flaws)
     return ShopSimulator(session, partial(PageVisit, RENDERINGS[settings.observation]), flaws)
