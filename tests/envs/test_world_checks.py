@@ -18,11 +18,13 @@ QUICK = {
     "archive": ("archive", {"num_documents": 12}, 12),
     "functions": ("functions", {}, 12),
     "guess": ("guess", {}, 12),
+    "gui": ("gui", {"num_tasks": 60}, 8),
     "math with a calculator": ("math", {"tool": "calculator", "num_tasks": 60}, 12),
     "math without tools": ("math", {"tool": "none", "num_tasks": 60}, 12),
     "search": ("search", {}, 8),
     "shop": ("shop", {"num_tasks": 60}, 12),
     "sql": ("sql", {"tasks": 60}, 8),
+    "web": ("web", {"num_tasks": 60}, 8),
 }
 """World, settings, number of tasks."""
 SLOW = {

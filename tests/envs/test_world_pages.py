@@ -77,7 +77,7 @@ def test_a_world_has_tasks_environments_tools_and_rewards(name):
     task = world.tasks("train")[0]
     environment = world.environment(task)
     assert task.prompt
-    assert environment.tools or name in ("games", "guess", "proposals", "shop")
+    assert environment.tools or name in ("games", "guess", "gui", "proposals", "shop", "web")
     assert any(reward.outcome for reward in world.rewards)
     assert [part.name for part in environment.rewards] == [part.name for part in world.rewards]
 

@@ -133,11 +133,13 @@ WORLDS_WITH_EXPERTS = {
     "code": {},
     "functions": {"num_tasks": 40},
     "guess": {},
+    "gui": {"num_tasks": 40},
     "math": {"tool": "calculator", "num_tasks": 60},
     "search": {},
     "shop": {"num_tasks": 40},
     "sql": {"tasks": 60},
     "terminal": {},
+    "web": {"num_tasks": 40},
 }
 OTHERS = {
     "games": "both players act",

@@ -80,15 +80,19 @@ class TableSpec(_Data):
 
 
 class Step(NamedTuple):
-    """A step of a solution: open a row (`/TABLE/ID`), or submit a form or press a button (`/TABLE/ID/ACTION`)."""
+    """A step of a solution: open a list (`/TABLE?group=`) or a row, or submit a form or press a button of a row.
+
+    `query` is what to search for if the row is not in the list; by default its title.
+    """
 
     path: str
     fields: Mapping[str, str] = {}
+    query: str = ""
 
     @property
     def place(self) -> tuple[str, str, str]:
-        """Table, id of the row (empty for a new one), and label of the action (empty for a row to read)."""
-        table, id_, label = (*self.path.split("/")[1:], "")[:3]
+        """Table, id of the row (empty for none), and label of the action (empty for a page to read)."""
+        table, id_, label = (*place_of(self.path).split("/")[1:], "", "")[:3]
         return (table, "", "new") if id_ == "new" else (table, id_, label)
 
 
@@ -121,7 +125,7 @@ class Site:
     def page(self, path: str) -> Page:
         """Return the page at a path, and count it as opened; a page without content if there is none."""
         parts, query = _split(path)
-        self.opened.add("/" + "/".join(parts))
+        self.opened.add(path.partition("?saved")[0])
         table = parts[0] if parts else ""
         spec = self.specs.get(table)
         if spec is None:
@@ -194,7 +198,7 @@ class Site:
         else:
             words = query.get("q", "")
             lines.append(Line([Element("textbox", SEARCH, words), Element("button", SEARCH)]))
-            rows = [(id_, row) for id_, row in rows if words.casefold() in row.get(spec.listed[0], "").casefold()]
+            rows = [(id_, row) for id_, row in rows if _matches(row, spec.listed, words)]
         for id_, row in rows[:MAX_ROWS]:
             link = Element("link", row.get(spec.listed[0], "") or "-", target=f"/{table}/{id_}")
             others = (Element("text", row[column]) for column in spec.listed[1:] if row.get(column))
@@ -235,6 +239,10 @@ class Site:
             else:
                 lines.append(Line([Element("textbox", name, value)]))
         return Page(action.label, [*lines, Line([Element("button", action.submit)])])
+
+
+def _matches(row: Row, columns: Sequence[str], words: str) -> bool:
+    return any(words.casefold() in row.get(column, "").casefold() for column in columns)
 
 
 def _control(path: str, action: ActionSpec) -> Element:
@@ -287,6 +295,8 @@ def step_action(site: Site, path: str, items: Sequence[Element], step: Step) -> 
     """Return the action that leads from the page at `path` with the elements `items` towards the end of a step."""
     table, id_, label = step.place
     place, row = place_of(path), site.tables[table].get(id_)
+    if "?" in step.path:
+        return _clicking(items, "target", step.path) or _clicking(items, "target", f"/{table}")
     if label != "new" and row is None:
         return None
     if place == step.path:
@@ -301,7 +311,7 @@ def step_action(site: Site, path: str, items: Sequence[Element], step: Step) -> 
         return _clicking(items, "target", f"/{table}")
     if spec.group:
         return _clicking(items, "target", f"/{table}?group={quote(row[spec.group])}")
-    return _filling(items, Step("", {SEARCH: row[spec.listed[0]]}))
+    return _filling(items, Step("", {SEARCH: step.query or row[spec.listed[0]]}))
 
 
 def _clicking(items: Sequence[Element], attribute: str, value: str) -> str | None:

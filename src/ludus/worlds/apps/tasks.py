@@ -65,6 +65,7 @@ class StepSpec(_Data):
 
     path: str
     fields: Mapping[str, str] = {}
+    query: str = ""
     each: str = ""
 
 
@@ -261,5 +262,5 @@ def _steps(template: TaskSpec, values: Values, each: Mapping[str, Sequence[Row]]
         for row in each[one.each] if one.each else (None,):
             known = values if row is None else {**values, one.each: row}
             fields = {column: value.format_map(known) for column, value in one.fields.items()}
-            steps.append(Step(one.path.format_map(known), fields))
+            steps.append(Step(one.path.format_map(known), fields, one.query.format_map(known)))
     return tuple(steps)

@@ -25,7 +25,7 @@ from ludus.envs.tool_world import Dialogue
 from ludus.rewards.base import truth_of
 from ludus.types import Message, Task
 from ludus.worlds.apps.pages import as_html, as_tree
-from ludus.worlds.apps.site import Step, pending, step_action
+from ludus.worlds.apps.site import Step, pending, perform, step_action
 from ludus.worlds.apps.tasks import SPLITS, Goal, SiteSpec, goals, site_spec
 from ludus.worlds.apps.visits import BrowserVisit, TreeVisit, Visit, parse_action
 
@@ -60,7 +60,7 @@ class AppsSettings(WorldSettings):
 
 
 class AppsSimulator(Simulator):
-    """An episode. `steps` are those of the expert; the last turn is rewarded by the final state of the tables."""
+    """An episode, which ends with `done`; success is the state of the tables then. `steps` are those of the expert."""
 
     def __init__(self, goal: Goal, spec: SiteSpec, settings: AppsSettings, browser: SiteBrowser) -> None:
         self.site, self.steps = spec.site(goal.tables), goal.steps
@@ -85,16 +85,13 @@ class AppsSimulator(Simulator):
     def step(self, action: str) -> Observation:
         """Apply an action; `done` ends the episode."""
         visit = self.visit
-        parsed, num_submitted = parse_action(action, visit.has_pixels), len(self.site.submitted)
+        parsed = parse_action(action, visit.has_pixels)
         if parsed is not None and parsed.verb == "done":
+            self.success = float(self.site.state == self._goal.final)
             return Observation("", self.success, done=True)
         text = visit.act(parsed) if parsed is not None else None
         if text is None:
-            return Observation(
-                f"Not possible here. Actions: {PIXEL_ACTIONS if visit.has_pixels else ACTIONS}.", valid=False
-            )
-        if len(self.site.submitted) > num_submitted:
-            self.success = float(self.site.state == self._goal.final)
+            return Observation(f"Not possible here. Actions: {ACTIONS}.", valid=False)
         left = pending(self.site, self._goal.steps)
         self.reached = frozenset(step.path for step in self._goal.steps if step not in left)
         return Observation(text)
@@ -142,15 +139,19 @@ class AppsWorld(SimulatorWorld):
                 yield shown
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
-        """Return claims, the solution with a similar record, with empty forms, without its end, and with an excess."""
+        """Return claims, the solution with a similar record, with empty forms, without its end, or with an excess."""
         goal, found = truth_of(task, Goal), dict(super().cheats(task))
-        new = next(f"/{name}/new" for name, spec in site_spec(self.name).tables.items() if spec.new is not None)
+        excess = Step(
+            next(f"/{name}/new" for name, spec in site_spec(self.name).tables.items() if spec.new is not None)
+        )
+        site, both = site_spec(self.name).site(goal.tables), (*goal.wrong, *goal.steps)
+        perform(site, both)
         plans = {
             "wrong record": goal.wrong,
             "empty form": tuple(step._replace(fields={}) for step in goal.steps) if _has_fields(goal) else (),
             "stops early": goal.steps[:-1],
-            "one record too many": (*goal.steps, Step(new)),
-            "all twice": (*goal.steps, *(step for step in goal.steps if step.place[2] == "new"), Step(new)),
+            "everything": both if goal.wrong and site.state != goal.final else (),
+            "one record too many": (*goal.steps, excess),
         }
         for name, steps in plans.items():
             shown = self._played(task, steps) if steps else None
