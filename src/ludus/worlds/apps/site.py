@@ -275,6 +275,7 @@ def pending(site: Site, steps: Sequence[Step]) -> list[Step]:
 
 def perform(site: Site, steps: Sequence[Step]) -> bool:
     """Submit the forms of the steps; return whether each of them changed the tables."""
+    changes = True
     for step in steps:
         before, (table, id_, label) = site.state, step.place
         if not label:
@@ -286,9 +287,8 @@ def perform(site: Site, steps: Sequence[Step]) -> bool:
             site.submit(step.path, form_of(items, action.submit))
         else:
             site.submit(f"/{table}/{id_}", {BUTTON: label})
-        if site.state == before:
-            return False
-    return True
+        changes = changes and site.state != before
+    return changes
 
 
 def step_action(site: Site, path: str, items: Sequence[Element], step: Step) -> str | None:
