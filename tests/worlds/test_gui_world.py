@@ -17,7 +17,7 @@ from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError, UserError
 from ludus.evaluation.env_audit import CheckPlan, check_world
 from ludus.recipes import recipe_folder
-from ludus.worlds.apps.pages import MAX_TEXT, Element, Line, Page, as_document, as_html, as_tree, clean
+from ludus.worlds.apps.pages import MAX_TEXT, Element, Line, SitePage, as_document, as_html, as_tree, clean
 from ludus.worlds.apps.site import Step
 from ludus.worlds.apps.tasks import HOSTILE, draw_tables, is_held_out, site_spec
 from ludus.worlds.apps.visits import parse_action
@@ -68,7 +68,7 @@ def test_records_cannot_look_like_elements_or_contain_html():
         document = as_document(page)
         assert "<script" not in document
         assert document.count("<button") == sum(item.role == "button" for item in page.items)
-    page = Page("$body $title", [Line([Element("text", "$body")])])
+    page = SitePage("$body $title", [Line([Element("text", "$body")])])
     assert as_document(page).count("$body") == 3
     assert clean(" a\n\tb\u200bc\ud800 " + "x" * 999) == ("a b c " + "x" * 999)[:MAX_TEXT]
 

@@ -41,8 +41,8 @@ class Line(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Page:
-    """A page with its title. Its elements have their values before any input; a rendering has `items` of its own."""
+class SitePage:
+    """A page with its title. Its elements have their values before any input, unlike the `items` of a rendering."""
 
     title: str
     lines: Sequence[Line]
@@ -65,7 +65,7 @@ def clean(text: str) -> str:
     return " ".join(printable.split())[:MAX_TEXT].rstrip()
 
 
-def as_tree(page: Page, items: Sequence[Element]) -> str:
+def as_tree(page: SitePage, items: Sequence[Element]) -> str:
     """Return the accessibility tree, one text line for each line of the page.
 
     Brackets and quotes in texts are replaced, so that no content of a record looks like an element.
@@ -101,7 +101,7 @@ def _quoted(text: str) -> str:
     return _plain(text).replace('"', "'")
 
 
-def as_html(page: Page, items: Sequence[Element]) -> str:
+def as_html(page: SitePage, items: Sequence[Element]) -> str:
     """Return the body of an HTML document, in which the `id` of an interactive element is its number."""
     lines, number, in_table = [f"<h1>{escape(page.title)}</h1>"], 0, False
     for line in page.lines:
@@ -120,7 +120,7 @@ def as_html(page: Page, items: Sequence[Element]) -> str:
     return "\n".join(lines + ["</table>"] * in_table)
 
 
-def as_document(page: Page) -> str:
+def as_document(page: SitePage) -> str:
     """Return a complete HTML document."""
     return Template(_file("document.html")).substitute(title=escape(page.title), body=as_html(page, page.items))
 

@@ -14,7 +14,7 @@ from urllib.parse import parse_qsl, quote, unquote, urlsplit
 
 from pydantic import BaseModel, ConfigDict
 
-from ludus.worlds.apps.pages import BUTTON, Element, Line, Page, as_document, clean, form_of
+from ludus.worlds.apps.pages import BUTTON, Element, Line, SitePage, as_document, clean, form_of
 
 Row = dict[str, str]
 Tables = dict[str, dict[str, Row]]
@@ -122,14 +122,14 @@ class Site:
             for id_, row in rows.items()
         )
 
-    def page(self, path: str) -> Page:
+    def page(self, path: str) -> SitePage:
         """Return the page at a path, and count it as opened; a page without content if there is none."""
         parts, query = _split(path)
         self.opened.add(path.partition("?saved")[0])
         table = parts[0] if parts else ""
         spec = self.specs.get(table)
         if spec is None:
-            return Page("Not found" if parts else self.title, [self._menu])
+            return SitePage("Not found" if parts else self.title, [self._menu])
         if len(parts) == 1:
             return self._list(table, spec, query)
         id_, label = parts[1], (parts[2] if len(parts) == 3 else "")
@@ -138,7 +138,7 @@ class Site:
         if row is not None and action is not None and action.fields:
             return self._form(table, spec, action, row)
         if not row or label:
-            return Page("Not found", [self._menu])
+            return SitePage("Not found", [self._menu])
         return self._row(table, spec, id_, row, "saved" in query)
 
     def document(self, path: str) -> str:
@@ -185,7 +185,7 @@ class Site:
             self.tables[into][str(next(self._new_ids))] = changed
         return f"/{into}?saved=1"
 
-    def _list(self, table: str, spec: TableSpec, query: Mapping[str, str]) -> Page:
+    def _list(self, table: str, spec: TableSpec, query: Mapping[str, str]) -> SitePage:
         rows, lines, title = list(self.tables[table].items()), [self._menu], spec.title
         if "saved" in query:
             lines.append(Line([Element("text", "Saved.")]))
@@ -207,9 +207,9 @@ class Site:
             lines.append(Line([Element("text", "Nothing here.")]))
         if spec.new is not None:
             lines.append(Line([Element("link", spec.new.label, target=f"/{table}/new")]))
-        return Page(title, lines)
+        return SitePage(title, lines)
 
-    def _row(self, table: str, spec: TableSpec, id_: str, row: Row, is_saved: bool) -> Page:
+    def _row(self, table: str, spec: TableSpec, id_: str, row: Row, is_saved: bool) -> SitePage:
         lines = [self._menu, *([Line([Element("text", "Saved.")])] if is_saved else [])]
         for column in spec.shown:
             value = row.get(column, "")
@@ -222,9 +222,9 @@ class Site:
             lines.append(Line(shown))
         if spec.actions:
             lines.append(Line([_control(f"/{table}/{id_}", one) for one in spec.actions]))
-        return Page(row.get(spec.listed[0], "") or "-", lines)
+        return SitePage(row.get(spec.listed[0], "") or "-", lines)
 
-    def _form(self, table: str, spec: TableSpec, action: ActionSpec, row: Row) -> Page:
+    def _form(self, table: str, spec: TableSpec, action: ActionSpec, row: Row) -> SitePage:
         spec = self.specs[action.table or table]
         lines = [self._menu]
         for column in action.fields:
@@ -238,7 +238,7 @@ class Site:
                 lines.append(Line([Element("select", name, value if value in options else options[0], options)]))
             else:
                 lines.append(Line([Element("textbox", name, value)]))
-        return Page(action.label, [*lines, Line([Element("button", action.submit)])])
+        return SitePage(action.label, [*lines, Line([Element("button", action.submit)])])
 
 
 def _matches(row: Row, columns: Sequence[str], words: str) -> bool:

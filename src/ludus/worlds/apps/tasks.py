@@ -107,7 +107,7 @@ class SiteSpec(_Data):
 
 
 @dataclass(frozen=True)
-class Goal:
+class SiteGoal:
     """The truth of a task. `wrong` are the steps with another record or hour, empty if there is none."""
 
     instruction: str
@@ -130,7 +130,9 @@ def is_held_out(value: str) -> bool:
     return random.Random(f"held out:{value}").random() < HELD_OUT
 
 
-def goals(name: str, split: str, levels: Sequence[int], hostile: float, seed: int) -> Iterator[tuple[TaskSpec, Goal]]:
+def goals(
+    name: str, split: str, levels: Sequence[int], hostile: float, seed: int
+) -> Iterator[tuple[TaskSpec, SiteGoal]]:
     """Yield tasks of a split without end, always in the same order; a fraction `hostile` has hostile texts."""
     spec, rng = site_spec(name), random.Random(f"{name}:{split}:{seed}")
     is_composition = split == "composition"
@@ -238,7 +240,7 @@ def _pick(
     return (same, others) if len(same) == 1 else None
 
 
-def _goal(spec: SiteSpec, template: TaskSpec, tables: Tables, held_out: bool, rng: random.Random) -> Goal | None:
+def _goal(spec: SiteSpec, template: TaskSpec, tables: Tables, held_out: bool, rng: random.Random) -> SiteGoal | None:
     """Return a goal with or without a held-out value; None if several draws give none, or a step changes nothing."""
     draws = (_draw(spec, template, tables, rng) for _ in range(NUM_DRAWS))
     drawn = next((one for one in draws if one and any(map(is_held_out, one.told)) == held_out), None)
@@ -253,7 +255,7 @@ def _goal(spec: SiteSpec, template: TaskSpec, tables: Tables, held_out: bool, rn
     other = spec.site(tables)
     perform(other, wrong)
     instruction = template.text.format_map(drawn.values)
-    return Goal(instruction, tables, site.state, steps, wrong if other.state != site.state else ())
+    return SiteGoal(instruction, tables, site.state, steps, wrong if other.state != site.state else ())
 
 
 def _steps(template: TaskSpec, values: Values, each: Mapping[str, Sequence[Row]]) -> tuple[Step, ...]:

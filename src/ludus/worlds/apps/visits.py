@@ -1,4 +1,4 @@
-"""Visits of a site: actions on its pages, without a browser (`TreeVisit`) or in one (`BrowserVisit`)."""
+"""Visits of a site: actions on its pages, without a browser (`TreeVisit`) or in one (`TabVisit`)."""
 
 from __future__ import annotations
 
@@ -6,12 +6,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, NamedTuple
 
-from ludus.envs.browser import SiteBrowser
-from ludus.worlds.apps.pages import Element, Page, as_item, clean, form_of, reader_script
+from ludus.worlds.apps.pages import Element, SitePage, as_item, clean, form_of, reader_script
 from ludus.worlds.apps.site import Site
+from ludus.worlds.browser import SiteBrowser
 
 if TYPE_CHECKING:
-    from playwright.async_api import Page as Tab
+    from playwright.async_api import Page as BrowserPage
 
 KEYS = ("Enter", "Tab", "Backspace", "Delete", "Escape", "Space", "ArrowUp", "ArrowDown", "ArrowLeft", "ArrowRight")
 """Keys of the action `press`."""
@@ -56,7 +56,7 @@ def _number(word: str) -> int:
     return int(word) if word.isascii() and word.isdigit() and len(word) < 5 else -1
 
 
-class Visit(ABC):
+class SiteVisit(ABC):
     """What a policy sees of a site, and how it acts on it.
 
     `items` are the interactive elements of the current page with their values, `history` the paths of earlier pages.
@@ -116,10 +116,10 @@ class Visit(ABC):
         """Go to a page of the history."""
 
 
-class TreeVisit(Visit):
+class TreeVisit(SiteVisit):
     """A visit without a browser. `render` returns the text of a page with the elements `items`."""
 
-    def __init__(self, site: Site, render: Callable[[Page, Sequence[Element]], str]) -> None:
+    def __init__(self, site: Site, render: Callable[[SitePage, Sequence[Element]], str]) -> None:
         super().__init__(site)
         self._render = render
         self._open("/")
@@ -142,7 +142,7 @@ class TreeVisit(Visit):
             self.items[action.number - 1] = item._replace(value=value)
 
 
-class BrowserVisit(Visit):
+class TabVisit(SiteVisit):
     """A visit in a browser tab: pages are read from the document, and actions are those of a mouse and a keyboard.
 
     Without `has_tree` the observation is the screenshot alone.
@@ -179,7 +179,7 @@ class BrowserVisit(Visit):
         self.items = [Element(**{**one, "options": tuple(one["options"])}) for one in found["items"]]
 
 
-async def _operate(tab: Tab, action: VisitAction, item: Element | None) -> None:
+async def _operate(tab: BrowserPage, action: VisitAction, item: Element | None) -> None:
     if item is None:
         await _operate_pixels(tab, action)
         return
@@ -197,7 +197,7 @@ async def _operate(tab: Tab, action: VisitAction, item: Element | None) -> None:
             await tab.keyboard.type(action.text)
 
 
-async def _operate_pixels(tab: Tab, action: VisitAction) -> None:
+async def _operate_pixels(tab: BrowserPage, action: VisitAction) -> None:
     """Click at a point, press a key or write, and wait for the page that this leads to."""
 
     async def operate() -> None:

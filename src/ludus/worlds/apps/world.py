@@ -16,7 +16,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from ludus.envs.browser import MAX_TABS, SiteBrowser
 from ludus.envs.messages import assistant
 from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.simulator_world import Observation, Simulator, SimulatorWorld
@@ -26,8 +25,9 @@ from ludus.rewards.base import truth_of
 from ludus.types import Message, Task
 from ludus.worlds.apps.pages import as_html, as_tree
 from ludus.worlds.apps.site import Step, pending, perform, step_action
-from ludus.worlds.apps.tasks import SPLITS, Goal, SiteSpec, goals, site_spec
-from ludus.worlds.apps.visits import BrowserVisit, TreeVisit, Visit, parse_action
+from ludus.worlds.apps.tasks import SPLITS, SiteGoal, SiteSpec, goals, site_spec
+from ludus.worlds.apps.visits import SiteVisit, TabVisit, TreeVisit, parse_action
+from ludus.worlds.browser import MAX_TABS, SiteBrowser
 
 Rendering = Literal["tree", "html", "browser", "screenshot"]
 ACTIONS = "click N, type N text, select N option, back, done"
@@ -62,18 +62,18 @@ class AppsSettings(WorldSettings):
 class AppsSimulator(Simulator):
     """An episode, which ends with `done`; success is the state of the tables then. `steps` are those of the expert."""
 
-    def __init__(self, goal: Goal, spec: SiteSpec, settings: AppsSettings, browser: SiteBrowser) -> None:
+    def __init__(self, goal: SiteGoal, spec: SiteSpec, settings: AppsSettings, browser: SiteBrowser) -> None:
         self.site, self.steps = spec.site(goal.tables), goal.steps
         self._goal, self._settings, self._browser = goal, settings, browser
-        self._visit: Visit | None = None
+        self._visit: SiteVisit | None = None
 
     @property
-    def visit(self) -> Visit:
+    def visit(self) -> SiteVisit:
         """The visit, which starts at its first use."""
         if self._visit is None:
             kind = self._settings.observation
             if kind in IN_BROWSER:
-                self._visit = BrowserVisit(self.site, self._browser, kind == "browser")
+                self._visit = TabVisit(self.site, self._browser, kind == "browser")
             else:
                 self._visit = TreeVisit(self.site, as_tree if kind == "tree" else as_html)
         return self._visit
@@ -135,12 +135,12 @@ class AppsWorld(SimulatorWorld):
         rng = random.Random(f"demonstrations:{self.name}:{self.settings.seed}:{seed}")
         while True:
             task = rng.choice(self.task_lists["train"])
-            if (shown := self._played(task, self._flawed(truth_of(task, Goal), rng))) is not None:
+            if (shown := self._played(task, self._flawed(truth_of(task, SiteGoal), rng))) is not None:
                 yield shown
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
         """Return claims, the solution with a similar record, with empty forms, without its end, or with an excess."""
-        goal, found = truth_of(task, Goal), dict(super().cheats(task))
+        goal, found = truth_of(task, SiteGoal), dict(super().cheats(task))
         excess = Step(
             next(f"/{name}/new" for name, spec in site_spec(self.name).tables.items() if spec.new is not None)
         )
@@ -163,7 +163,7 @@ class AppsWorld(SimulatorWorld):
         """Close the browser."""
         await asyncio.to_thread(self.browser.close)
 
-    def _flawed(self, goal: Goal, rng: random.Random) -> Sequence[Step]:
+    def _flawed(self, goal: SiteGoal, rng: random.Random) -> Sequence[Step]:
         settings, draws = self.settings, [rng.random() for _ in range(3)]
         steps = goal.wrong if goal.wrong and draws[0] < settings.wrong_record else goal.steps
         if draws[1] < settings.forgets_field:
@@ -184,7 +184,7 @@ class AppsWorld(SimulatorWorld):
         return replace(self, make=make)._episode(task, random.Random(0), 0.0)
 
 
-def _has_fields(goal: Goal) -> bool:
+def _has_fields(goal: SiteGoal) -> bool:
     return any(step.fields for step in goal.steps)
 
 
@@ -229,4 +229,4 @@ def make_tasks(name: str, settings: AppsSettings, browser: SiteBrowser) -> dict[
 
 
 def _simulator(spec: SiteSpec, settings: AppsSettings, browser: SiteBrowser, task: Task) -> AppsSimulator:
-    return AppsSimulator(truth_of(task, Goal), spec, settings, browser)
+    return AppsSimulator(truth_of(task, SiteGoal), spec, settings, browser)

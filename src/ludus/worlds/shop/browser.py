@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
-from ludus.envs.browser import BrowserTab, SiteBrowser
+from ludus.worlds.browser import BrowserTab, SiteBrowser
 from ludus.worlds.shop.pages import as_document
 from ludus.worlds.shop.session import PageVisit, ShopAction, ShopSession
 

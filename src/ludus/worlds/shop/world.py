@@ -16,7 +16,6 @@ from typing import Literal
 
 from pydantic import Field
 
-from ludus.envs.browser import SiteBrowser
 from ludus.envs.messages import assistant
 from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.simulator_world import SIMULATOR_REWARDS, Observation, Simulator, SimulatorWorld
@@ -25,6 +24,7 @@ from ludus.envs.tool_world import Dialogue
 from ludus.errors import ConfigError
 from ludus.rewards.base import truth_of
 from ludus.types import Message, Task
+from ludus.worlds.browser import SiteBrowser
 from ludus.worlds.shop.browser import open_visit
 from ludus.worlds.shop.catalogue import catalogue, catalogue_data
 from ludus.worlds.shop.pages import BUY, Page, as_html, as_text, search_page

@@ -1,7 +1,7 @@
 """Web sites of episodes in Chromium: served on this machine, read and operated through Playwright.
 
-A process has one server, one browser, and one event loop in a thread for both. Each episode has a host name and a
-browser context of its own, which can reach nothing but its own site.
+A process has one server, one browser, and one event loop in a thread for both. Each episode has its own host name and
+browser context, which can reach only its site.
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class SiteBrowser:
 
 
 class BrowserTab:
-    """A page of Chromium in a browser context of its own."""
+    """A page of Chromium in its own browser context."""
 
     def __init__(self, running: _Running, host: str, page: Page, path: str) -> None:
         self.page = page
