@@ -186,11 +186,11 @@ async def _operate(tab: BrowserPage, action: VisitAction, item: Element | None) 
     target = tab.locator(_ITEMS).nth(action.number - 1)
     if item.role in ("link", "button"):
         async with tab.expect_navigation(wait_until="domcontentloaded"):
-            await target.click()
+            await target.click(force=True)
     elif item.role == "select":
         await target.select_option(label=action.text)
     else:
-        await target.click()
+        await target.click(force=True)
         if item.role == "textbox":
             await tab.keyboard.press("Control+A")
             await tab.keyboard.press("Delete")
