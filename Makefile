@@ -89,7 +89,7 @@ foreign: setup .bench/evaluators/.ready
 	$(PY) -m pytest -m foreign --ignore tests/cli/test_cli_export.py
 	.bench/evaluators/bin/python -m pytest -m foreign tests/cli/test_cli_export.py
 
-# Clicks in the viewer's pages, in the Chromium of the system (Debian: apt-get install chromium).
+# Clicks in the pages of the viewer and of the shop, in the Chromium of the system (Debian: apt-get install chromium).
 browser: setup
 	$(PY) -m pip install $(PIP_FLAGS) playwright
 	$(PY) -m pytest -m browser

@@ -399,4 +399,4 @@ def test_a_page_reaches_only_its_own_site_and_closing_leaves_nothing():
         outside.shutdown()
         outside.server_close()
     assert not running.browser.is_connected()
-    assert world.episodes_at_once == 16
+    assert world.episodes_at_once == 8

@@ -97,6 +97,7 @@ def test_any_text_can_be_searched(query):
         catalogue()._database.execute("DELETE FROM products")
 
 
+@pytest.mark.slow
 def test_catalogue_and_tasks_are_the_same_in_every_process():
     code = (
         "from ludus.worlds.shop.world import make_shop_world; from ludus.worlds.shop.catalogue import catalogue\n"
@@ -337,6 +338,12 @@ def test_settings_are_checked_and_select_tasks():
             make_shop_world(settings, ToolLimits())
 
 
+def test_too_few_distinct_instructions_are_an_error(monkeypatch):
+    monkeypatch.setattr("ludus.worlds.shop.tasks.MAX_REPEATED", 1)
+    with pytest.raises(ConfigError, match="has only"):
+        make_shop_world({"categories": ["drinks"], "levels": [1], "num_tasks": 1000}, ToolLimits())
+
+
 def test_html_world_shows_the_same_pages():
     world = make_shop_world({"num_tasks": 20, "observation": "html"}, ToolLimits())
     task = world.tasks("train")[0]
@@ -370,6 +377,7 @@ def test_missing_playwright_is_told(monkeypatch):
 @pytest.mark.browser
 def test_browser_shows_the_text_of_the_pages_and_is_clicked():
     browser = make_shop_world({"num_tasks": 20, "observation": "browser"}, ToolLimits())
+    assert (browser.episodes_at_once, browser.blocks, WORLD.episodes_at_once) == (8, True, None)
     text = make_shop_world({"num_tasks": 20}, ToolLimits())
 
     async def episode(task):

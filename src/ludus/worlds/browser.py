@@ -22,14 +22,12 @@ if TYPE_CHECKING:
 
 T = TypeVar("T")
 
-TIMEOUT_S = 30.0
+TIMEOUT_S = 120.0
 """Timeout of an operation in the browser."""
 IDLE_S = 60.0
 """Seconds after which the server closes a connection without requests."""
 MAX_BODY = 10_000
 """Largest form in bytes."""
-MAX_TABS = 16
-"""Recommended maximum number of tabs at a time, each a process of Chromium."""
 POLICY = "default-src 'none'; style-src 'unsafe-inline'; img-src data:; form-action 'self'; base-uri 'none'"
 """Content security policy of all documents: no scripts, no requests except navigation."""
 ARGUMENTS = ("--no-sandbox", "--host-resolver-rules=MAP *.localhost 127.0.0.1, MAP * ~NOTFOUND")
@@ -200,6 +198,7 @@ async def _open_page(browser: Browser, origin: str, size: tuple[int, int]) -> Pa
     viewport = {"width": size[0], "height": size[1]}
     context = await browser.new_context(viewport=viewport, service_workers="block", accept_downloads=False)
     await context.route("**/*", pass_own)
+    context.set_default_timeout(TIMEOUT_S * 1000)
     return await context.new_page()
 
 
@@ -211,4 +210,6 @@ def _run(loop: asyncio.AbstractEventLoop, work: Coroutine[object, object, T]) ->
         return future.result(TIMEOUT_S)
     except (Error, TimeoutError) as error:
         future.cancel()
-        raise WorldError(f"The browser failed: {error}", "Reduce rollout.concurrency, or check Chromium.") from error
+        cause = str(error) or f"no reply within {TIMEOUT_S:g} s"
+        hint = "Reduce env.settings.browser_episodes, or check Chromium."
+        raise WorldError(f"The browser failed: {cause}", hint) from error

@@ -27,7 +27,7 @@ from ludus.worlds.apps.pages import as_html, as_tree
 from ludus.worlds.apps.site import Step, pending, perform, step_action
 from ludus.worlds.apps.tasks import SPLITS, SiteGoal, SiteSpec, goals, site_spec
 from ludus.worlds.apps.visits import SiteVisit, TabVisit, TreeVisit, parse_action
-from ludus.worlds.browser import MAX_TABS, SiteBrowser
+from ludus.worlds.browser import SiteBrowser
 
 Rendering = Literal["tree", "html", "browser", "screenshot"]
 ACTIONS = "click N, type N text, select N option, back, done"
@@ -56,6 +56,8 @@ class AppsSettings(WorldSettings):
     """Fraction of the demonstrations that omit the last of several steps."""
     chromium: str = ""
     """Path of a Chromium; empty means `chromium` on the path, or else the browser of Playwright."""
+    browser_episodes: int = Field(8, ge=1)
+    """Maximum number of episodes at once in the browser."""
     seed: int = 0
 
 
@@ -127,8 +129,8 @@ class AppsWorld(SimulatorWorld):
 
     @property
     def episodes_at_once(self) -> int | None:
-        """The maximum number of tabs; None without a browser."""
-        return MAX_TABS if self.blocks else None
+        """The maximum number of episodes in the browser; None without a browser."""
+        return self.settings.browser_episodes if self.blocks else None
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """Yield episodes on training tasks, with systematic mistakes."""

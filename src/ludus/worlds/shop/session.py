@@ -147,7 +147,7 @@ class ShopSession:
             self.page_number += 1 if label == NEXT else -1
             self._record_results()
         elif label == BACK:
-            self.place, self.product = "search", None
+            self.place, self.product, self.query, self.page_number = "search", None, "", 0
         elif self.place == "results":
             self._open(label)
         elif label == PREVIOUS and self.place == "item":

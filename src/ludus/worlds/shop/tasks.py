@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterator, Mapping, Sequence
+from itertools import count
 
 from ludus.worlds.shop.catalogue import Product, catalogue, catalogue_data
 from ludus.worlds.shop.session import Goal
@@ -16,6 +17,8 @@ SPLITS: Mapping[str, float] = {"train": 0.6, "validation": 0.1, "test": 0.2, "co
 """Splits, with their fractions of the tasks."""
 SHAPES: Mapping[int, tuple[int, int]] = {1: (1, 1), 2: (2, 1), 3: (2, 2), 4: (3, 2)}
 """Numbers of attributes and options by level; `composition` has level 4."""
+MAX_REPEATED = 1000
+"""Number of successive draws without a new instruction after which there are no more."""
 HELD_OUT = 0.25
 """Fraction of the pairs of type and attribute that are held out."""
 
@@ -26,11 +29,14 @@ def is_held_out(type_: str, attribute: str) -> bool:
 
 
 def goals(split: str, levels: Sequence[int], categories: Sequence[str], seed: int) -> Iterator[tuple[int, Goal]]:
-    """Yield level and goal of distinct instructions without end, always in the same order."""
+    """Yield level and goal of distinct instructions in a fixed order, until most draws would be repetitions."""
     rng = random.Random(f"shop:{split}:{seed}")
     products = [one for one in catalogue().products.values() if one.is_cheapest and one.category in categories]
-    seen = set()
-    while True:
+    seen: set[object] = set()
+    last = 0
+    for draw in count():
+        if draw - last > MAX_REPEATED:
+            return
         product = rng.choice(products)
         level = 4 if split == "composition" else rng.choice(levels)
         num_attributes, num_options = SHAPES[level]
@@ -42,6 +48,7 @@ def goals(split: str, levels: Sequence[int], categories: Sequence[str], seed: in
         key = (product.id, frozenset(attributes), options)
         if has_held_out == (split == "test") and key not in seen:
             seen.add(key)
+            last = draw
             yield level, goal
 
 

@@ -78,6 +78,8 @@ class ShopSettings(WorldSettings):
     """Fraction of the demonstrations that buy the first result without a look at price, attributes and options."""
     chromium: str = ""
     """Path of a Chromium; empty means `chromium` on the path, or else the browser of Playwright."""
+    browser_episodes: int = Field(8, ge=1)
+    """Maximum number of episodes at once in the browser."""
     seed: int = 0
 
 
@@ -131,6 +133,11 @@ class ShopWorld(SimulatorWorld):
     settings: ShopSettings = field(default_factory=ShopSettings)
     browser: SiteBrowser = field(default_factory=SiteBrowser)
 
+    @property
+    def episodes_at_once(self) -> int | None:
+        """The maximum number of episodes in the browser; None without a browser."""
+        return self.settings.browser_episodes if self.settings.observation == "browser" else None
+
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """Yield episodes of a shopper on training tasks, with systematic mistakes."""
         rng, settings = random.Random(f"demonstrations:{self.settings.seed}:{seed}"), self.settings
@@ -181,14 +188,18 @@ def make_shop_world(settings: Mapping[str, object], limits: ToolLimits) -> ShopW
 
 
 def make_tasks(settings: ShopSettings) -> dict[str, list[Task]]:
-    """Return the tasks by split; equal settings return equal tasks."""
+    """Return the tasks by split; equal settings return equal tasks. Raises ConfigError if there are too few."""
     categories = settings.categories or tuple(catalogue_data().categories)
     lists = {}
     for split, fraction in SPLITS.items():
         drawn = goals(split, settings.levels, categories, settings.seed)
         solvable = (one for one in drawn if _is_solvable(one[1], settings.page_size))
-        chosen = islice(solvable, round(fraction * settings.num_tasks))
-        lists[split] = [_task(f"{split}-{number}", *one, settings) for number, one in enumerate(chosen)]
+        num = round(fraction * settings.num_tasks)
+        chosen = enumerate(islice(solvable, num))
+        lists[split] = [_task(f"{split}-{number}", *one, settings) for number, one in chosen]
+        if len(lists[split]) < num:
+            text = f"env.settings: the split {split!r} has only {len(lists[split])} of {num} tasks."
+            raise ConfigError(text, "Reduce num_tasks, or add levels or categories.")
     return lists
 
 
