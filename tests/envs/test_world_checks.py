@@ -19,6 +19,7 @@ QUICK = {
     "functions": ("functions", {}, 12),
     "guess": ("guess", {}, 12),
     "proofs": ("proofs", {"num_tasks": 60}, 12),
+    "gui": ("gui", {"num_tasks": 60}, 8),
     "math with a calculator": ("math", {"tool": "calculator", "num_tasks": 60}, 12),
     "math without tools": ("math", {"tool": "none", "num_tasks": 60}, 12),
     "puzzles": ("puzzles", {"levels": [1], "num_tasks": 60}, 12),
@@ -28,6 +29,7 @@ QUICK = {
     "service": ("service", {"num_tasks": 60, "num_held_out": 10}, 8),
     "shop": ("shop", {"num_tasks": 60}, 12),
     "sql": ("sql", {"tasks": 60}, 8),
+    "web": ("web", {"num_tasks": 60}, 8),
 }
 """World, settings, number of tasks."""
 SLOW = {

@@ -46,6 +46,7 @@ WORLDS: Mapping[str, str] = {
     "code": "ludus.worlds.code.world:make_code_world",
     "functions": "ludus.worlds.functions.world:make_functions_world",
     "games": "ludus.worlds.games.world:make_games_world",
+    "gui": "ludus.worlds.apps.world:make_gui_world",
     "guess": "ludus.worlds.guess.world:make_guess_world",
     "household": "ludus.worlds.household.world:make_household_world",
     "math": "ludus.worlds.math.world:make_math_world",
@@ -58,6 +59,7 @@ WORLDS: Mapping[str, str] = {
     "shop": "ludus.worlds.shop.world:make_shop_world",
     "sql": "ludus.worlds.sql.world:make_sql_world",
     "terminal": "ludus.worlds.terminal.world:make_terminal_world",
+    "web": "ludus.worlds.apps.world:make_web_world",
     "swe": "ludus.worlds.swe.world:make_swe_world",
 }
 """Worlds with tasks of their own: name -> `module:function`. The function takes settings and tool limits."""

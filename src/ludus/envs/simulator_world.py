@@ -22,6 +22,7 @@ from typing import Final, NamedTuple, TypeVar
 from ludus.envs.base import Environment, World
 from ludus.envs.messages import assistant
 from ludus.envs.tool_world import Dialogue, split_of
+from ludus.images import IMAGE_MARK, image_url
 from ludus.rewards.base import Reward
 from ludus.rewards.extract import last_output
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
@@ -75,6 +76,10 @@ class Simulator(ABC):
         """Return an action of an expert, the same in equal states; None if there is no expert."""
         return None
 
+    def image(self) -> bytes | None:
+        """Return a PNG of the present state, for vision-language models; None by default."""
+        return None
+
     def state_key(self) -> str:
         """Return a text that identifies the state, for advantages that compare equal states; empty by default."""
         return ""
@@ -110,7 +115,7 @@ class SimulatorEnv(Environment):
         """Reset the simulator; the observation follows the prompt, unless this ends with a message of the user."""
         text = await self._call(self._simulator.reset)
         prompt = list(task.prompt)
-        return prompt if prompt and prompt[-1]["role"] == "user" else [*prompt, Message(role="user", content=text)]
+        return prompt if prompt and prompt[-1]["role"] == "user" else [*prompt, await self._shown(text)]
 
     async def step(self, action: Action) -> StepResult:
         """Apply the action in a message."""
@@ -127,7 +132,7 @@ class SimulatorEnv(Environment):
             "reached": sorted(self._simulator.reached),
         }
         outcome = ToolOutcome("", STATE, ToolStatus.OK, json.dumps(state))
-        messages = () if seen.done else (Message(role="user", content=seen.text),)
+        messages = () if seen.done else (await self._shown(seen.text),)
         return StepResult(messages, seen.done, seen.reward, (outcome,))
 
     async def close(self) -> None:
@@ -140,6 +145,13 @@ class SimulatorEnv(Environment):
 
     def state_key(self) -> str:
         return self._simulator.state_key()
+
+    async def _shown(self, text: str) -> Message:
+        """Return the message with an observation, and the image of the state if there is one."""
+        image = await self._call(self._simulator.image)
+        if image is None:
+            return Message(role="user", content=text)
+        return Message(role="user", content=f"{text}\n{IMAGE_MARK}", images=[image_url(image)])
 
     async def _call(self, function: Callable[[], T]) -> T:
         if self._thread is None:

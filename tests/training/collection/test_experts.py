@@ -134,6 +134,7 @@ WORLDS_WITH_EXPERTS = {
     "functions": {"num_tasks": 40},
     "guess": {},
     "household": {"num_layouts": 20},
+    "gui": {"num_tasks": 40},
     "math": {"tool": "calculator", "num_tasks": 60},
     "proofs": {"num_tasks": 40},
     "puzzles": {"levels": [1], "num_tasks": 40},
@@ -143,6 +144,7 @@ WORLDS_WITH_EXPERTS = {
     "shop": {"num_tasks": 40},
     "sql": {"tasks": 60},
     "terminal": {},
+    "web": {"num_tasks": 40},
 }
 OTHERS = {
     "games": "both players act",

@@ -24,7 +24,8 @@ from ludus.envs.tool_world import Dialogue
 from ludus.errors import ConfigError
 from ludus.rewards.base import truth_of
 from ludus.types import Message, Task
-from ludus.worlds.shop.browser import ShopBrowser
+from ludus.worlds.browser import SiteBrowser
+from ludus.worlds.shop.browser import open_visit
 from ludus.worlds.shop.catalogue import catalogue, catalogue_data
 from ludus.worlds.shop.pages import BUY, Page, as_html, as_text, search_page
 from ludus.worlds.shop.session import (
@@ -130,7 +131,7 @@ class ShopWorld(SimulatorWorld):
     """Instructions to buy a product. `browser` is used if `settings.observation` is `browser`."""
 
     settings: ShopSettings = field(default_factory=ShopSettings)
-    browser: ShopBrowser = field(default_factory=ShopBrowser)
+    browser: SiteBrowser = field(default_factory=SiteBrowser)
 
     @property
     def episodes_at_once(self) -> int | None:
@@ -174,7 +175,7 @@ def make_shop_world(settings: Mapping[str, object], limits: ToolLimits) -> ShopW
         raise ConfigError(
             f"env.settings.categories: there is no category {unknown[0]!r}.", f"Categories: {', '.join(known)}."
         )
-    browser = ShopBrowser(chosen.chromium)
+    browser = SiteBrowser(chosen.chromium)
     return ShopWorld(
         name="shop",
         task_lists=make_tasks(chosen),
@@ -213,8 +214,8 @@ def _task(name: str, level: int, goal: ShopGoal, settings: ShopSettings) -> Task
     return Task(name, prompt, goal, tags)
 
 
-def _simulator(settings: ShopSettings, browser: ShopBrowser, flaws: Flaws, task: Task) -> ShopSimulator:
+def _simulator(settings: ShopSettings, browser: SiteBrowser, flaws: Flaws, task: Task) -> ShopSimulator:
     session = ShopSession(truth_of(task, ShopGoal), catalogue(), settings.page_size)
     if settings.observation == "browser":
-        return ShopSimulator(session, browser.open, flaws)
+        return ShopSimulator(session, partial(open_visit, browser), flaws)
     return ShopSimulator(session, partial(PageVisit, RENDERINGS[settings.observation]), flaws)
