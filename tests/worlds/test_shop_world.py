@@ -20,7 +20,7 @@ from ludus.worlds.shop.catalogue import Product, catalogue, catalogue_data
 from ludus.worlds.shop.pages import as_document, as_html, as_text, item_page, results_page
 from ludus.worlds.shop.session import ShopGoal, ShopSession, expert_turns, purchase_score, type_factor
 from ludus.worlds.shop.tasks import SHAPES, is_held_out
-from ludus.worlds.shop.world import MAX_EXPERT_TURNS, make_shop_world
+from ludus.worlds.shop.world import MAX_EXPERT_TURNS, _endless_goals, _task, make_shop_world
 
 WORLD = make_shop_world({"num_tasks": 200}, ToolLimits())
 KETTLE = Product(
@@ -137,7 +137,7 @@ def test_the_renderings_of_a_page():
     assert "<button>&lt; Prev</button>" in html
     assert '<button name="click" value="steel">steel</button>' in as_document(page)
     hostile = replace(KETTLE, brand="<b>x</b>")
-    assert "<b>" not in as_html(results_page([hostile], 0, 1))
+    assert "<b>" not in as_html(results_page([("B1", hostile)], 0, 1))
 
 
 def test_a_visit_through_all_pages():
@@ -157,7 +157,7 @@ def test_a_visit_through_all_pages():
     assert item.split("\n")[0] in first[1]
     assert "made this" in made.step("click[Description]").text
     assert made.step("click[< Prev]").text == item
-    product = catalogue().products[ids[0]]
+    product = made.session.product
     features = made.step("click[Features]").text
     assert all(attribute in features for attribute in product.attributes)
     assert made.step("click[< Prev]").text == item
@@ -310,7 +310,8 @@ def test_observations_are_short():
 def test_flawed_demonstrations_fail_in_the_way_of_the_flaw():
     def success(**settings):
         world = make_shop_world({"num_tasks": 60, **settings}, ToolLimits())
-        by_prompt = {str(task.prompt): task for task in world.tasks("train")}
+        drawn = islice(_endless_goals(world.settings, "0/3"), 200)
+        by_prompt = {str(task.prompt): task for task in (_task("train-0", *one, world.settings) for one in drawn)}
         ended = []
         for dialogue in islice(world.demonstrations(3), 60):
             task = by_prompt[str(dialogue.messages[:2])]
@@ -327,6 +328,21 @@ def test_flawed_demonstrations_fail_in_the_way_of_the_flaw():
     assert success(forgets_option=1.0, takes_first=0.0) == 0.0
     assert 0.2 < success(forgets_option=0.0, takes_first=1.0) < 0.8
     assert 0.3 < success() < 0.9
+
+
+def test_ids_of_products_differ_between_instructions_and_demonstrations_are_not_of_held_out_tasks():
+    by_product = {}
+    for task in WORLD.tasks("train")[:40]:
+        session = ShopSession(task.truth, catalogue(), 10)
+        for product in catalogue().search(task.truth.query)[:10]:
+            label = session.label(product)
+            assert label == session.label(product)
+            by_product.setdefault(product.id, []).append(label)
+    repeated = [labels for labels in by_product.values() if len(labels) > 1]
+    assert repeated
+    assert all(len(set(labels)) == len(labels) for labels in repeated)
+    held_out = {task.prompt[-1]["content"] for split in WORLD.splits[1:] for task in WORLD.tasks(split)}
+    assert not held_out & {shown.messages[1]["content"] for shown in islice(WORLD.demonstrations(0), 300)}
 
 
 def test_settings_are_checked_and_select_tasks():

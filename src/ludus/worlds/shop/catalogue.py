@@ -172,6 +172,11 @@ def _price(dollars: int) -> int:
     return dollars - 1 if dollars % 10 == 0 else dollars
 
 
+def item_id(rng: random.Random) -> str:
+    """Return a random id."""
+    return _id(rng.randrange(len(_LETTERS) ** 3))
+
+
 def _id(number: int) -> str:
     base = len(_LETTERS)
     return "B" + "".join(_LETTERS[number // base**power % base] for power in (2, 1, 0))

@@ -44,9 +44,9 @@ def search_page(instruction: str) -> Page:
     return Page(((Span(instruction),), (Span("", "field"), Span("Search", "submit"))))
 
 
-def results_page(products: Sequence[Product], number: int, num_pages: int) -> Page:
-    """Return a page of results. `number` counts from 0."""
-    rows = [(Span(one.id, "click"), Span(f" {one.title} ${one.price}")) for one in products]
+def results_page(products: Sequence[tuple[str, Product]], number: int, num_pages: int) -> Page:
+    """Return a page of results, each with its id. `number` counts from 0."""
+    rows = [(Span(label, "click"), Span(f" {one.title} ${one.price}")) for label, one in products]
     buttons = [NEXT] * (number + 1 < num_pages) + [PREVIOUS] * (number > 0) + [BACK]
     heading = f"page {number + 1} of {num_pages}" if num_pages else "no results"
     return Page(((Span(heading),), *rows, _separated(buttons, " | ")))

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from ludus.worlds.shop.catalogue import Product, ProductCatalogue
+from ludus.worlds.shop.catalogue import Product, ProductCatalogue, item_id
 from ludus.worlds.shop.pages import (
     BACK,
     BUY,
@@ -100,6 +101,15 @@ class ShopSession:
         self.reached: frozenset[str] = frozenset()
         self.score = self.success = 0.0
         self._results: Sequence[Product] = ()
+        self._by_label: dict[str, Product] = {}
+
+    def label(self, product: Product) -> str:
+        """Return the id of a product in this visit. Ids differ between instructions, so that none can be learnt."""
+        rng = random.Random(f"{self.goal.instruction}:{product.id}")
+        label = item_id(rng)
+        while self._by_label.setdefault(label, product) is not product:
+            label = item_id(rng)
+        return label
 
     @property
     def shown(self) -> Sequence[Product]:
@@ -112,7 +122,8 @@ class ShopSession:
         """The current page."""
         product = self.product
         if self.place == "results":
-            return results_page(self.shown, self.page_number, -(-len(self._results) // self._page_size))
+            labeled = [(self.label(one), one) for one in self.shown]
+            return results_page(labeled, self.page_number, -(-len(self._results) // self._page_size))
         if product is None:
             return search_page(self.goal.instruction)
         if self.place == "description":
@@ -157,9 +168,9 @@ class ShopSession:
         elif product is not None:
             self._use(product, label)
 
-    def _open(self, id_: str) -> None:
-        self.product, self.place, self.chosen = self._catalogue.products[id_], "item", {}
-        self.opened.add(id_)
+    def _open(self, label: str) -> None:
+        self.product, self.place, self.chosen = self._by_label[label], "item", {}
+        self.opened.add(self.product.id)
         if self.goal.accepts(self.product):
             self.reached |= {"opened"}
 
@@ -250,7 +261,7 @@ def shopper_action(session: ShopSession, flaws: Flaws) -> str | None:
         for one in session.shown:
             is_new = one.id not in session.opened and one.type == goal.type and one.price <= goal.price
             if flaws.takes_first or is_new:
-                return f"click[{one.id}]"
+                return f"click[{session.label(one)}]"
         return f"click[{NEXT}]" if NEXT in session.page.clickable else None
     if session.place != "item" or product is None:
         return f"click[{PREVIOUS}]"

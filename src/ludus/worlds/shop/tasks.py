@@ -28,7 +28,9 @@ def is_held_out(type_: str, attribute: str) -> bool:
     return random.Random(f"held out:{type_}:{attribute}").random() < HELD_OUT
 
 
-def goals(split: str, levels: Sequence[int], categories: Sequence[str], seed: int) -> Iterator[tuple[int, ShopGoal]]:
+def goals(
+    split: str, levels: Sequence[int], categories: Sequence[str], seed: int | str
+) -> Iterator[tuple[int, ShopGoal]]:
     """Yield level and goal of distinct instructions in a fixed order, until most draws would be repetitions."""
     rng = random.Random(f"shop:{split}:{seed}")
     products = [one for one in catalogue().products.values() if one.is_cheapest and one.category in categories]

@@ -11,7 +11,7 @@ import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import islice
+from itertools import count, islice
 from typing import Literal
 
 from pydantic import Field
@@ -139,12 +139,16 @@ class ShopWorld(SimulatorWorld):
         return self.settings.browser_episodes if self.settings.observation == "browser" else None
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """Yield episodes of a shopper on training tasks, with systematic mistakes."""
+        """Yield episodes of a shopper with systematic mistakes, on instructions like those of training tasks."""
         rng, settings = random.Random(f"demonstrations:{self.settings.seed}:{seed}"), self.settings
-        while True:
+        held_out = {_asked(truth_of(task, ShopGoal)) for split in self.splits[1:] for task in self.task_lists[split]}
+        for level, goal in _endless_goals(settings, f"{settings.seed}/{seed}"):
+            if _asked(goal) in held_out:
+                continue
+            task = _task("train-shown", level, goal, settings)
             flaws = Flaws(rng.random() < settings.forgets_option, rng.random() < settings.takes_first)
             flawed = replace(self, make=partial(_simulator, settings, self.browser, flaws))
-            if (found := flawed.scripted_episode(rng.choice(self.task_lists["train"]), rng, 0.0)) is not None:
+            if (found := flawed.scripted_episode(task, rng, 0.0)) is not None:
                 yield found[0]
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
@@ -152,7 +156,8 @@ class ShopWorld(SimulatorWorld):
         claims, goal, solution = super().cheats(task), truth_of(task, ShopGoal), self.expert(task)
         if self.settings.reward == "webshop" or solution is None:
             return claims
-        first = catalogue().search(goal.instruction)[0].id
+        session = ShopSession(goal, catalogue(), self.settings.page_size)
+        first = session.label(catalogue().search(goal.instruction)[0])
         hasty = [f"search[{goal.instruction}]", f"click[{first}]", f"click[{BUY}]"]
         values = {f"click[{value}]" for _, value in goal.options}
         bare = [message for message in solution.messages if message["content"] not in values]
@@ -201,6 +206,17 @@ def make_tasks(settings: ShopSettings) -> dict[str, list[Task]]:
             text = f"env.settings: the split {split!r} has only {len(lists[split])} of {num} tasks."
             raise ConfigError(text, "Reduce num_tasks, or add levels or categories.")
     return lists
+
+
+def _endless_goals(settings: ShopSettings, seed: str) -> Iterator[tuple[int, ShopGoal]]:
+    categories = settings.categories or tuple(catalogue_data().categories)
+    for turn in count():
+        yield from goals("train", settings.levels, categories, f"{seed}/{turn}")
+
+
+def _asked(goal: ShopGoal) -> tuple[object, ...]:
+    """Return what identifies an instruction, without its phrasing and price."""
+    return goal.title, frozenset(goal.attributes), frozenset(goal.options)
 
 
 def _is_solvable(goal: ShopGoal, page_size: int) -> bool:
