@@ -18,6 +18,10 @@ from ludus.rollouts.agent_session import AgentSession
 from ludus.types import StopReason, Trajectory
 from small_worlds import RecordingWorld, call, end_token, in_order, make_chat, scripted, tokenizer
 
+PIXEL = (
+    "data:image/png;base64,"
+    "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAYAAAAfFcSJAAAADUlEQVR42mNk+M9QDwADhgGAWjR9awAAAABJRU5ErkJggg=="
+)
 LIMITS = RolloutConfig()
 SEARCH = call("echo", text="x")
 TOOL = {"type": "function", "function": {"name": "echo", "parameters": {"type": "object", "properties": {}}}}
@@ -266,7 +270,9 @@ def test_client_that_disconnects_leaves_nothing():
         ),
         ("chat/completions", chat(user("x"), {"role": "assistant", "content": "so"}), 400, "assistant"),
         ("chat/completions", chat(), 400, "messages"),
-        ("chat/completions", chat(user([{"type": "image_url"}])), 400, "messages.0.content.list[_Part].0.type"),
+        ("chat/completions", chat(user([{"type": "input_audio"}])), 400, "messages.0.content.list[_Part].0.type"),
+        ("chat/completions", chat(user([{"type": "image_url"}])), 400, "image_url is missing"),
+        ("chat/completions", chat(user([{"type": "image_url", "image_url": {"url": PIXEL}}])), 400, "images"),
         (
             "chat/completions",
             chat(

@@ -149,7 +149,8 @@ def load_processor(path: str) -> Processor:
 
     if find_spec("PIL") is None:
         raise UserError(f"The model {path} needs the package pillow.", "Install it: pip install 'ludus[vision]'.")
-    hint = "The folder needs processor_config.json or preprocessor_config.json; pip install 'ludus[vision]'."
+    files = "processor_config.json or preprocessor_config.json"
+    hint = f"The folder needs {files}; its packages are the extra vision. Install it: pip install 'ludus[vision]'."
     with _loading(f"The processor of {path}", hint):
         processor: Processor = AutoProcessor.from_pretrained(
             path, local_files_only=_is_folder(path), trust_remote_code=False

@@ -259,6 +259,13 @@ class ChatMessage(BaseModel):
     tool_call_id: str | None = None
     name: str | None = None
 
+    @model_validator(mode="after")
+    def _has_images(self) -> Self:
+        parts = self.content if isinstance(self.content, list) else ()
+        if any(part.type == "image_url" and part.image_url is None for part in parts):
+            raise ValueError("image_url is missing")
+        return self
+
     @property
     def message(self) -> Message:
         content = self.content or ""
