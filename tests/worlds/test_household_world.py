@@ -243,6 +243,7 @@ def test_visited_receptacles_are_checkpoints():
     assert played(world, task, said)[1]["coverage"] == pytest.approx(2 / len(places))
 
 
+@pytest.mark.slow
 def test_no_scripted_cheat_is_rewarded():
     report = check_world(WORLD, CheckPlan(num_tasks=12, limits=ROLLOUT))
     assert report.problems == []

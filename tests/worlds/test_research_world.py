@@ -260,6 +260,7 @@ def test_pages_of_other_candidates_are_not_required():
     assert not played(world, task, [turns[0], answered]).succeeded
 
 
+@pytest.mark.slow
 def test_reports_of_the_solver_are_accepted_and_cheats_are_not():
     found = assert_sound(check_world(REPORTS, CheckPlan(num_tasks=20, limits=LIMITS)))
     assert found == dict.fromkeys(("unopened", "made-up facts", "everything", "half"), 0)
@@ -300,6 +301,7 @@ def test_coverage_is_the_share_of_the_pages_of_the_solution():
     assert part.rewards["coverage"] == pytest.approx(1 / 3)
 
 
+@pytest.mark.slow
 def test_demonstrations_of_the_flawed_solver_fail_as_often_as_they_should():
     world = world_of(num_tasks=200, levels=[2], stop_early=0.3, ignore_condition=0.0)
     tasks, right = world.tasks("train"), 0
@@ -409,6 +411,7 @@ def test_injected_orders_stay_data():
     assert len(kinds) == 5
 
 
+@pytest.mark.slow
 def test_injected_is_the_share_of_pages_with_an_order_and_the_solver_ignores_it():
     plain, some = Web(), Web(injected=0.3)
     titles = random.Random(1).sample(plain.titles, 1000)

@@ -101,6 +101,7 @@ def test_expert_solves_every_task_without_violation(split):
         assert found.stop_reason is StopReason.ANSWERED
 
 
+@pytest.mark.slow
 def test_cheats_and_empty_episodes_are_not_rewarded():
     for task in WORLD.tasks("train")[:150]:
         for name, messages in WORLD.cheats(task).items():
@@ -369,6 +370,7 @@ def wishing(task):
     return [f"I am {task.truth.script.email}. {task.truth.script.goals[0].say}", "Yes.", STOP]
 
 
+@pytest.mark.slow
 def test_policy_plays_both_roles_with_a_reward_for_each():
     found = self_play("cancel", wishing, cancelling)
     assert found.stop_reason is StopReason.ANSWERED
