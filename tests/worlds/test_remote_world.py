@@ -14,6 +14,7 @@ import pytest
 
 from ludus.cli.arguments import environment_config
 from ludus.envs.registry import build_world
+from ludus.envs.remote.messages import MessageRecord, pack_chat, unpack_chat
 from ludus.envs.remote.server import MAX_BODY_BYTES, EnvServerSettings, make_app
 from ludus.envs.remote.world import GRADES, make_remote_world
 from ludus.errors import ConfigError, UserError, WorldError
@@ -130,6 +131,16 @@ def test_state_keys_and_turn_rewards_are_those_of_the_served_world():
         assert (begin, has_key) == (f"{task.tags['low']}-{task.tags['high']}", True)
         assert after != begin
         assert reward > 0
+
+
+def test_chat_messages_arrive_with_all_keys():
+    calls = [{"id": "c", "type": "function", "function": {"name": "f", "arguments": "{}"}}]
+    whole = {"role": "tool", "content": "<image>", "reasoning_content": "r", "tool_calls": calls, "tool_call_id": "c"}
+    whole |= {"name": "f", "train": False, "images": ["data:image/png;base64,AA=="]}
+    assert whole.keys() == Message.__annotations__.keys()
+    for message in (whole, {"role": "user", "content": "x"}):
+        sent = pack_chat([message])[0].model_dump_json(exclude_unset=True)
+        assert unpack_chat([MessageRecord.model_validate_json(sent)]) == (message,)
 
 
 @pytest.mark.slow

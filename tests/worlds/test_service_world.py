@@ -205,7 +205,7 @@ def test_bad_calls_are_observations():
         ToolStatus.BAD_ARGUMENTS,
         ToolStatus.UNKNOWN_TOOL,
     ]
-    assert found.call_outcomes[0].output == "Error: there is no order_id O1."
+    assert found.call_outcomes[0].output == "Error: unknown order_id O1."
     assert found.stop_reason is StopReason.TOOL_ERRORS
 
 

@@ -349,7 +349,7 @@ def test_settings_are_checked_and_select_tasks():
     one = make_shop_world({"num_tasks": 20, "categories": ["drinks"], "levels": [2], "page_size": 5}, ToolLimits())
     assert {task.tags["family"] for task in one.tasks("train")} == {"level 2"}
     assert {task.truth.type for task in one.tasks("test")} <= set(catalogue_data().categories["drinks"].types)
-    for settings, word in (({"categories": ["cars"]}, "no category 'cars'"), ({"reward": "half"}, "reward")):
+    for settings, word in (({"categories": ["cars"]}, "unknown category 'cars'"), ({"reward": "half"}, "reward")):
         with pytest.raises(ConfigError, match=word):
             make_shop_world(settings, ToolLimits())
 

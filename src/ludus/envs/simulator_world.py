@@ -39,8 +39,8 @@ _ACTION = re.compile(r"<action>(.*?)</action>", re.S | re.I)
 class Observation(NamedTuple):
     """Response of a simulator to an action.
 
-    `reward` is that of the turn, for advantages with turn rewards. An action that the simulator does not understand is
-    not `valid`; its text says what is.
+    `reward` is that of the turn, for advantages with turn rewards. `valid` is false for an action that the simulator
+    does not understand; the text then names valid ones.
     """
 
     text: str
@@ -52,7 +52,7 @@ class Observation(NamedTuple):
 class Simulator(ABC):
     """One episode: `reset`, `step` until done, `close`. An instance is used once; methods may block.
 
-    An exception is an infrastructure failure: what the model does wrong is an observation.
+    An exception is an infrastructure failure; a mistake of the model is an observation.
     """
 
     success: float = 0.0
@@ -73,7 +73,7 @@ class Simulator(ABC):
         return ()
 
     def expert_action(self) -> str | None:
-        """Return an action of an expert, the same in equal states; None if there is no expert."""
+        """Return the next action of an expert, a function of the state; None without an expert."""
         return None
 
     def image(self) -> bytes | None:
@@ -105,7 +105,7 @@ class _Account:
 
 
 class SimulatorEnv(Environment):
-    """One episode of a simulator. One that may block runs in a thread of its own, always the same."""
+    """One episode of a simulator. With `blocks`, all calls of the simulator run in one separate thread."""
 
     def __init__(self, simulator: Simulator, rewards: Sequence[Reward], *, blocks: bool) -> None:
         self.rewards, self._simulator, self._account = rewards, simulator, _Account()
@@ -113,14 +113,12 @@ class SimulatorEnv(Environment):
 
     async def start(self, task: Task) -> list[Message]:
         """Reset the simulator; the observation follows the prompt, unless this ends with a message of the user."""
-        text = await self._call(self._simulator.reset)
-        prompt = list(task.prompt)
-        return prompt if prompt and prompt[-1]["role"] == "user" else [*prompt, await self._shown(text)]
+        first = await self._call(lambda: _message(self._simulator, self._simulator.reset()))
+        return [*task.prompt] if _shows_state(task) else [*task.prompt, first]
 
     async def step(self, action: Action) -> StepResult:
         """Apply the action in a message."""
-        text = action_of(action.message["content"])
-        seen = await self._call(lambda: self._simulator.step(text))
+        seen, messages = await self._call(lambda: self._apply(action_of(action.message["content"])))
         account = self._account
         account.total += seen.reward
         account.turns += 1
@@ -132,8 +130,11 @@ class SimulatorEnv(Environment):
             "reached": sorted(self._simulator.reached),
         }
         outcome = ToolOutcome("", STATE, ToolStatus.OK, json.dumps(state))
-        messages = () if seen.done else (await self._shown(seen.text),)
         return StepResult(messages, seen.done, seen.reward, (outcome,))
+
+    def _apply(self, action: str) -> tuple[Observation, tuple[Message, ...]]:
+        seen = self._simulator.step(action)
+        return seen, () if seen.done else (_message(self._simulator, seen.text),)
 
     async def close(self) -> None:
         """Close the simulator."""
@@ -146,17 +147,23 @@ class SimulatorEnv(Environment):
     def state_key(self) -> str:
         return self._simulator.state_key()
 
-    async def _shown(self, text: str) -> Message:
-        """Return the message with an observation, and the image of the state if there is one."""
-        image = await self._call(self._simulator.image)
-        if image is None:
-            return Message(role="user", content=text)
-        return Message(role="user", content=f"{text}\n{IMAGE_MARK}", images=[image_url(image)])
-
     async def _call(self, function: Callable[[], T]) -> T:
         if self._thread is None:
             return function()
         return await asyncio.get_running_loop().run_in_executor(self._thread, function)
+
+
+def _message(simulator: Simulator, text: str) -> Message:
+    """Return the message with an observation, and the image of the state if there is one."""
+    image = simulator.image()
+    if image is None:
+        return Message(role="user", content=text)
+    return Message(role="user", content=f"{text}\n{IMAGE_MARK}", images=[image_url(image)])
+
+
+def _shows_state(task: Task) -> bool:
+    """Return whether the prompt contains the first observation."""
+    return bool(task.prompt) and task.prompt[-1]["role"] == "user"
 
 
 def _read(trajectory: Trajectory) -> Mapping[str, object]:
@@ -226,40 +233,50 @@ class SimulatorWorld(World):
             families.setdefault(task.tags.get("family", ""), []).append(task)
         while self.has_expert:
             task = rng.choice(families[rng.choice(list(families))])
-            if (found := self.scripted_episode(task, rng, self.flaw)) is not None:
-                yield found[0]
+            shown = play_expert(task, self.make(task), rng, self.flaw, flaws_train=self.flaws_train)
+            if shown is not None:
+                yield shown
 
     def expert(self, task: Task) -> Dialogue | None:
         """Return the expert's episode; None if it fails, for example by chance."""
-        found = self.scripted_episode(task, random.Random(task.id), 0.0) if self.has_expert else None
-        return None if found is None or not found[1] else found[0]
+        if not self.has_expert:
+            return None
+        simulator = self.make(task)
+        shown = play_expert(task, simulator)
+        return shown if simulator.success == 1 else None
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
         """Return an episode that claims success, and one of empty messages."""
         return {"claim": [assistant('{"success": 1.0}')] * 3, "silence": [assistant("")] * 3}
 
-    def scripted_episode(self, task: Task, rng: random.Random, flaw: float) -> tuple[Dialogue, bool] | None:
-        """Return an episode of the expert and whether it succeeds; None without an expert, or if it does not end."""
-        simulator = self.make(task)
-        try:
-            text = simulator.reset()
-            messages = list(task.prompt)
-            if not messages or messages[-1]["role"] != "user":
-                messages.append(Message(role="user", content=text))
-            for _ in range(MAX_EXPERT_TURNS):
-                action, options, trains = simulator.expert_action(), simulator.actions(), True
-                if action is None:
-                    return None
-                if options and rng.random() < flaw:
-                    action, trains = rng.choice(options), self.flaws_train
-                messages.append(assistant(action) if trains else Message({**assistant(action), "train": False}))
-                seen = simulator.step(action)
-                if seen.done:
-                    return Dialogue(tuple(messages), ()), simulator.success == 1
-                messages.append(Message(role="user", content=seen.text))
-            return None
-        finally:
-            simulator.close()
+
+def play_expert(
+    task: Task, simulator: Simulator, rng: random.Random | None = None, flaw: float = 0.0, *, flaws_train: bool = True
+) -> Dialogue | None:
+    """Return an episode of the simulator's expert, and close it; None without an expert, or if it does not end.
+
+    With probability `flaw` an action is a random one instead, in the loss if `flaws_train`.
+    """
+    try:
+        first = _message(simulator, simulator.reset())
+        messages = [*task.prompt] if _shows_state(task) else [*task.prompt, first]
+        for _ in range(MAX_EXPERT_TURNS):
+            action, options = simulator.expert_action(), simulator.actions()
+            if action is None:
+                return None
+            said = assistant(action)
+            if rng is not None and options and rng.random() < flaw:
+                said = assistant(rng.choice(options))
+                if not flaws_train:
+                    said["train"] = False
+            messages.append(said)
+            seen = simulator.step(said["content"])
+            if seen.done:
+                return Dialogue(tuple(messages), ())
+            messages.append(_message(simulator, seen.text))
+        return None
+    finally:
+        simulator.close()
 
 
 def make_task(simulator: Simulator, name: str, system: str, tags: Mapping[str, str], seed: int = 0) -> Task:

@@ -1,7 +1,7 @@
 """Web sites of episodes in Chromium: served on this machine, read and operated through Playwright.
 
 A process has one server, one browser, and one event loop in a thread for both. Each episode has its own host name and
-browser context, which can reach only its site.
+browser context, which can reach only its site. `BrowserWorld` is the base of worlds whose pages may be read so.
 """
 
 from __future__ import annotations
@@ -11,10 +11,15 @@ import secrets
 import shutil
 import threading
 from collections.abc import Coroutine, Mapping
+from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import TYPE_CHECKING, NamedTuple, Protocol, TypeVar
 from urllib.parse import parse_qsl
 
+from pydantic import Field
+
+from ludus.envs.settings import WorldSettings
+from ludus.envs.simulator_world import SimulatorWorld
 from ludus.errors import UserError, WorldError
 
 if TYPE_CHECKING:
@@ -86,6 +91,18 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: object) -> None:
         """Log nothing."""
+
+
+class BrowserSettings(WorldSettings):
+    """Settings common to worlds with pages (`env.settings`)."""
+
+    num_tasks: int = Field(1000, ge=10, le=20_000)
+    """Number of tasks of all splits together."""
+    chromium: str = ""
+    """Path of a Chromium; empty means `chromium` on the path, or else the browser of Playwright."""
+    browser_episodes: int = Field(8, ge=1)
+    """Maximum number of episodes at once in the browser."""
+    seed: int = 0
 
 
 class _Running(NamedTuple):
@@ -188,6 +205,23 @@ class BrowserTab:
         """Close the context and forget the site."""
         self._running.server.sites.pop(self._host, None)
         self.run(self.page.context.close())
+
+
+@dataclass(frozen=True)
+class BrowserWorld(SimulatorWorld):
+    """Tasks on pages. `browser` is used if `blocks`, at most `browser_episodes` episodes at once."""
+
+    browser: SiteBrowser = field(default_factory=SiteBrowser)
+    browser_episodes: int = 1
+
+    @property
+    def episodes_at_once(self) -> int | None:
+        """The maximum number of episodes in the browser; None without a browser."""
+        return self.browser_episodes if self.blocks else None
+
+    async def close(self) -> None:
+        """Close the browser."""
+        await asyncio.to_thread(self.browser.close)
 
 
 async def _open_page(browser: Browser, origin: str, size: tuple[int, int]) -> Page:

@@ -151,7 +151,7 @@ def enable_images(model: PreTrainedModel, processor: Processor) -> None:
     if "mrope_section" in str(model.config.get_text_config().to_dict().get("rope_parameters")):
         raise UserError(f"{name} cannot be used with images: its positions have several dimensions.", hint)
     if type(embedding) is not nn.Embedding:
-        raise UserError(f"{name} has an input embedding of its own kind.", hint)
+        raise UserError(f"{name} has an input embedding of an unsupported class.", hint)
     embedding.__class__ = ImageEmbedding
     assert isinstance(embedding, ImageEmbedding)
     embedding.attach(model, processor)

@@ -53,6 +53,7 @@ class MessageRecord(WireMessage):
     tool_call_id: str = ""
     name: str = ""
     train: bool = True
+    images: list[str] = []
 
     def unpack(self) -> Message:
         """Return the message."""

@@ -134,7 +134,7 @@ class RemoteEnv(Environment):
         try:
             path = f"/v1/episodes/{self._name}/{operation}"
             reply = await self._pool.post(self._server, path, message, EpisodeReply)
-        except UserError as error:  # a refused request is no fault of the model
+        except UserError as error:  # the server refused the request; the model did nothing wrong
             raise WorldError(error.message, error.hint) from error
         if reply.step != self._step:
             raise WorldError(f"The environment server replied to step {reply.step}, not {self._step}.")
@@ -263,7 +263,7 @@ class RemoteWorld(World):
         return self._run(lambda pool: pool.post(pool.choose(), path, message, reply))
 
     def _run(self, work: Callable[[Pool], Coroutine[object, object, T]]) -> T:
-        """Wait for requests over connections of their own, inside or outside an event loop."""
+        """Wait for requests over new connections, inside or outside an event loop."""
 
         async def run() -> T:
             client = replace(self.pool.client)

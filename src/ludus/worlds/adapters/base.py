@@ -58,11 +58,14 @@ class ExpertSettings(AdapterSettings):
 
 def load_package(module: str, package: str, extra: str) -> ModuleType:
     """Import a module of an optional package, without its changes to logging. Raises UserError if it is missing."""
+    hint = f"Install it: pip install 'ludus[{extra}]'."
     if importlib.util.find_spec(module.partition(".")[0]) is None:
-        raise UserError(f"This world needs the package {package}.", f"Install it: pip install 'ludus[{extra}]'.")
+        raise UserError(f"This world needs the package {package}.", hint)
     handlers, level = logging.root.handlers[:], logging.root.level
     try:
         return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"This world needs the package {package}: {error}.", hint) from error
     finally:
         logging.root.handlers[:] = handlers
         logging.root.setLevel(level)

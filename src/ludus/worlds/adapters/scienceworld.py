@@ -90,7 +90,7 @@ def make_scienceworld_world(settings: Mapping[str, object], limits: ToolLimits) 
     try:
         names = process.get_task_names()
         if chosen.id not in ("all", *names):
-            raise ConfigError(f"There is no task {chosen.id!r}.", f"Tasks: {', '.join(names)}.")
+            raise ConfigError(f"Unknown task {chosen.id!r}.", f"Tasks: {', '.join(names)}.")
         found: dict[str, list[tuple[str, int]]] = {split: [] for split in SPLITS}
         for name in names if chosen.id == "all" else (chosen.id,):
             process.load(name, 0, chosen.simplifications, generateGoldPath=False)

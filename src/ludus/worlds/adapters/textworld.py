@@ -165,7 +165,7 @@ def make_textworld_world(settings: Mapping[str, object], limits: ToolLimits) -> 
     package = load_package("textworld", "textworld", "textworld")
     kinds = (CUSTOM, *load_package("textworld.challenges", "textworld", "textworld").CHALLENGES)
     if chosen.id not in kinds:
-        raise ConfigError(f"There is no kind of game {chosen.id!r}.", f"Kinds: {', '.join(kinds)}.")
+        raise ConfigError(f"Unknown kind of game {chosen.id!r}.", f"Kinds: {', '.join(kinds)}.")
     folder = Path(chosen.folder or tempfile.mkdtemp(prefix="textworld-"))
     folder.mkdir(parents=True, exist_ok=True)
     maker = TextWorldMaker(package, chosen, folder, threading.Lock())

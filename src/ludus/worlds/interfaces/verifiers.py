@@ -25,7 +25,7 @@ from ludus.rewards.base import Reward, score
 from ludus.rewards.extract import last_output
 from ludus.tools.base import Tool, tool
 from ludus.types import Action, Message, Segment, StepResult, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
-from ludus.worlds.interfaces.openenv import load_package
+from ludus.worlds.adapters.base import load_package
 
 if TYPE_CHECKING:
     import verifiers.v1 as vf
@@ -81,7 +81,7 @@ class VerifiersEnv(ToolEnv):
 
 def make_trace(one: vf.Task, messages: Sequence[Message]) -> vf.Trace:
     """Return the package's record of a conversation, without tokens."""
-    package = load_package("verifiers.v1", "verifiers")
+    package = load_package("verifiers.v1", "verifiers", "verifiers")
     nodes = []
     for i, message in enumerate(messages):
         given: dict[str, object] = {key: value for key, value in message.items() if key != "train"}
@@ -111,14 +111,14 @@ class VerifiersWorld(World):
 
     def environment(self, task: Task) -> VerifiersEnv:
         one, tools = self._theirs[task.id], list[Tool]()
-        decorated = load_package("verifiers.v1.utils.decorators", "verifiers").discover_decorated
+        decorated = load_package("verifiers.v1.utils.decorators", "verifiers", "verifiers").discover_decorated
         for toolset in (*type(one).toolsets(one.config), *self._taskset.toolsets(self._taskset.config)):
             tools += [tool(function) for function in decorated(toolset, "tool")]
         return VerifiersEnv(self, one, tools)
 
     @cached_property
     def _taskset(self) -> vf.Taskset:
-        package = load_package("verifiers.v1", "verifiers")
+        package = load_package("verifiers.v1", "verifiers", "verifiers")
         kind = package.taskset_config_type(self.settings.taskset)
         taskset: vf.Taskset = package.load_taskset(kind(id=self.settings.taskset, **self.settings.config))
         if taskset.task_type().NEEDS_CONTAINER:
@@ -151,7 +151,7 @@ def to_verifiers(world: World, split: str = "train") -> vf.Taskset:
 
     For worlds whose episodes are one answer: raises UserError if the first task has tools or another environment.
     """
-    package = load_package("verifiers.v1", "verifiers")
+    package = load_package("verifiers.v1", "verifiers", "verifiers")
     tasks = {task.id: task for task in world.tasks(split)}
     first = world.environment(next(iter(tasks.values())))
     if not isinstance(first, ToolEnv) or first.tools:
@@ -179,5 +179,7 @@ def _trajectory(task: Task, answer: str) -> Trajectory:
 
 
 def make_verifiers_world(settings: Mapping[str, object], limits: ToolLimits) -> VerifiersWorld:
-    """Build the world (the registered factory). Raises ConfigError for invalid settings."""
-    return VerifiersWorld(read_settings(VerifiersSettings, settings), limits)
+    """Build the world (the registered factory). Raises ConfigError, and UserError if the package is missing."""
+    chosen = read_settings(VerifiersSettings, settings)
+    load_package("verifiers.v1", "verifiers", "verifiers")
+    return VerifiersWorld(chosen, limits)

@@ -80,7 +80,7 @@ class AxiomDatabase:
             return
         used = self.assertions.get(label)
         if used is None or label == goal.label:
-            raise ProofError("there is no such label before the theorem")
+            raise ProofError("no such label before the theorem")
         start = len(stack) - len(used.hypotheses)
         if start < 0:
             raise ProofError("the stack has too few statements")

@@ -121,7 +121,7 @@ class Proof:
     def apply(self, text: str) -> None:
         """Apply a step to the first goal. Raises ProofError, and changes nothing then."""
         if not self.goals:
-            raise ProofError("there is no goal left")
+            raise ProofError("all goals are proven")
         label, _, given = text.strip().partition(" ")
         goal = self.goals[0]
         if label in self.hypotheses:

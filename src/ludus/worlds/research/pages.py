@@ -148,7 +148,7 @@ class Web:
         name = page.strip().strip("[]").strip()
         found = self._known.get(name) or self._known.get(name.casefold())
         if found is None:
-            raise ToolError(f"There is no page {page!r}. Use a title from search, or from a link.")
+            raise ToolError(f"Unknown page {page!r}. Use a title from search, or from a link.")
         return found
 
     def open(self, page: str, part: int = 1) -> str:

@@ -132,7 +132,7 @@ class Desk:
     def _found(self, table: str, key: Cell) -> Row:
         row = self.read(table, key)
         if row is None:
-            raise ToolError(f"there is no {key_of(table)} {key}.")
+            raise ToolError(f"unknown {key_of(table)} {key}.")
         if OWNER in row and str(row[OWNER]) not in self.identified:
             self.violations.append("identity")
         return row
@@ -163,7 +163,7 @@ class Desk:
         row = self._found(spec.table, key)
         for name, value in args.items():
             if name.endswith("_id") and self.read(f"{name.removesuffix('_id')}s", value) is None:
-                raise ToolError(f"there is no {name} {value}.")
+                raise ToolError(f"unknown {name} {value}.")
         if not (self.is_confirmed and mentions_all(self.said[-1], args)):
             self.violations.append("confirmation")
         if not all(holds(rule, row, args, self.read) for rule in spec.rules):

@@ -6,7 +6,6 @@ read from a browser; the state machine is the same.
 
 from __future__ import annotations
 
-import asyncio
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -17,14 +16,14 @@ from typing import Literal
 from pydantic import Field
 
 from ludus.envs.messages import assistant
-from ludus.envs.settings import WorldSettings, read_settings
-from ludus.envs.simulator_world import SIMULATOR_REWARDS, Observation, Simulator, SimulatorWorld
+from ludus.envs.settings import read_settings
+from ludus.envs.simulator_world import SIMULATOR_REWARDS, Observation, Simulator, play_expert
 from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import Dialogue
 from ludus.errors import ConfigError
 from ludus.rewards.base import truth_of
 from ludus.types import Message, Task
-from ludus.worlds.browser import SiteBrowser
+from ludus.worlds.browser import BrowserSettings, BrowserWorld, SiteBrowser
 from ludus.worlds.shop.browser import open_visit
 from ludus.worlds.shop.catalogue import catalogue, catalogue_data
 from ludus.worlds.shop.pages import BUY, Page, as_html, as_text, search_page
@@ -57,7 +56,7 @@ WEBSHOP_REWARDS = (
 """The outcome is the score of the purchase."""
 
 
-class ShopSettings(WorldSettings):
+class ShopSettings(BrowserSettings):
     """Settings of the shop world (`env.settings`)."""
 
     observation: Rendering = "text"
@@ -68,19 +67,12 @@ class ShopSettings(WorldSettings):
     """Numbers of constraints besides type and price: 2 (level 1), 3 and 4. The split `composition` has 5."""
     categories: tuple[str, ...] = ()
     """Categories of the wanted products; empty means all."""
-    num_tasks: int = Field(1000, ge=10, le=20_000)
-    """Number of tasks of all splits together."""
     page_size: int = Field(10, ge=3, le=10)
     """Number of results on a page."""
     forgets_option: float = Field(0.3, ge=0, le=1)
     """Fraction of the demonstrations that do not choose the last option."""
     takes_first: float = Field(0.3, ge=0, le=1)
     """Fraction of the demonstrations that buy the first result without a look at price, attributes and options."""
-    chromium: str = ""
-    """Path of a Chromium; empty means `chromium` on the path, or else the browser of Playwright."""
-    browser_episodes: int = Field(8, ge=1)
-    """Maximum number of episodes at once in the browser."""
-    seed: int = 0
 
 
 class ShopSimulator(Simulator):
@@ -127,16 +119,10 @@ class ShopSimulator(Simulator):
 
 
 @dataclass(frozen=True)
-class ShopWorld(SimulatorWorld):
+class ShopWorld(BrowserWorld):
     """Instructions to buy a product. `browser` is used if `settings.observation` is `browser`."""
 
     settings: ShopSettings = field(default_factory=ShopSettings)
-    browser: SiteBrowser = field(default_factory=SiteBrowser)
-
-    @property
-    def episodes_at_once(self) -> int | None:
-        """The maximum number of episodes in the browser; None without a browser."""
-        return self.settings.browser_episodes if self.settings.observation == "browser" else None
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """Yield episodes of a shopper with systematic mistakes, on instructions like those of training tasks."""
@@ -147,9 +133,8 @@ class ShopWorld(SimulatorWorld):
                 continue
             task = _task("train-shown", level, goal, settings)
             flaws = Flaws(rng.random() < settings.forgets_option, rng.random() < settings.takes_first)
-            flawed = replace(self, make=partial(_simulator, settings, self.browser, flaws))
-            if (found := flawed.scripted_episode(task, rng, 0.0)) is not None:
-                yield found[0]
+            if (shown := play_expert(task, _simulator(settings, self.browser, flaws, task))) is not None:
+                yield shown
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
         """Return claims; unless partial scores are rewarded, also purchases without options."""
@@ -167,10 +152,6 @@ class ShopWorld(SimulatorWorld):
             "no options": [message for message in bare if message["role"] == "assistant"],
         }
 
-    async def close(self) -> None:
-        """Close the browser."""
-        await asyncio.to_thread(self.browser.close)
-
 
 def make_shop_world(settings: Mapping[str, object], limits: ToolLimits) -> ShopWorld:
     """Build the world (the registered factory). Raises ConfigError for invalid settings."""
@@ -178,7 +159,7 @@ def make_shop_world(settings: Mapping[str, object], limits: ToolLimits) -> ShopW
     known = list(catalogue_data().categories)
     if unknown := [name for name in chosen.categories if name not in known]:
         raise ConfigError(
-            f"env.settings.categories: there is no category {unknown[0]!r}.", f"Categories: {', '.join(known)}."
+            f"env.settings.categories: unknown category {unknown[0]!r}.", f"Categories: {', '.join(known)}."
         )
     browser = SiteBrowser(chosen.chromium)
     return ShopWorld(
@@ -189,6 +170,7 @@ def make_shop_world(settings: Mapping[str, object], limits: ToolLimits) -> ShopW
         rewards=SIMULATOR_REWARDS if chosen.reward == "all_or_nothing" else WEBSHOP_REWARDS,
         settings=chosen,
         browser=browser,
+        browser_episodes=chosen.browser_episodes,
     )
 
 
