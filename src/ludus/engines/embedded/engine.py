@@ -291,8 +291,9 @@ class LocalEngine:
         """Create sequences for valid requests; guides are compiled on another thread."""
         for request in requests:
             check_fits(request, self.context_tokens)
-            shows_images = image_tokens(self._model) is not None
-            largest = max((i for i in request.token_ids if not (shows_images and i >= IMAGE_IDS)), default=0)
+            largest = max(request.token_ids)
+            if largest >= IMAGE_IDS and image_tokens(self._model) is not None:
+                largest = max((token for token in request.token_ids if token < IMAGE_IDS), default=0)
             if not 0 <= min(request.token_ids) <= largest < self._forward.vocab_size:
                 raise RequestRejected(
                     f"Episode {request.episode} has token ids outside the model's vocabulary of "
