@@ -34,6 +34,7 @@ def test_every_cell_is_reached_and_passages_go_both_ways():
     assert all(u.distances(goal)[cell] == u.distances(cell)[goal] for cell in u.distances((0, 0)) for goal in [(2, 3)])
 
 
+@pytest.mark.slow
 def test_world_of_the_configuration_is_solved_by_its_expert_only():
     config = load_config(FILE.with_suffix(".toml"))
     world = build_world(config.env, config.rollout)

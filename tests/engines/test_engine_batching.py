@@ -20,7 +20,7 @@ from ludus.engines.embedded import attention
 from ludus.engines.embedded.attention import KernelPass, QuerySpan, ScoreRule, TorchPass
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.engines.embedded.kv_cache import PAGE, LayerShape, PagePool, RadixCache
-from ludus.engines.embedded.model_runner import RaggedForward
+from ludus.engines.embedded.model_runner import RaggedForward, largest_difference
 from ludus.engines.embedded.paged_pass import PagedPass
 from ludus.engines.embedded.scheduler import BatchScheduler, SequenceState
 from ludus.errors import EngineError
@@ -184,6 +184,7 @@ def test_invariant_block_size_depends_on_the_configured_pass_tokens(monkeypatch)
 def test_logprobs_are_within_the_documented_tolerances(dtype, changes, company, plain, monkeypatch):
     """Beside others against a score alone, and against a plain forward pass."""
     changes = dict(changes)
+    compiled = dtype != torch.float64 and "no_kernel" not in changes
     if changes.pop("no_kernel", False):
         monkeypatch.setattr(attention, "_library", lambda: None)
     model, settings = build().to(dtype), replace(SMALL, **changes)
@@ -195,6 +196,7 @@ def test_logprobs_are_within_the_documented_tolerances(dtype, changes, company, 
         histories = [r.token_ids + a.tokens for r, a in zip(requests, answers, strict=True)]
         scores = [await single.score(history) for history in histories]
         assert engine.batch_invariant == (company == 0)
+        assert engine._forward.compiled == compiled
         await asyncio.gather(engine.close(), single.close())
         return answers, scores
 
@@ -207,6 +209,15 @@ def test_logprobs_are_within_the_documented_tolerances(dtype, changes, company, 
         fresh = logits[len(request.token_ids) - 1 : -1].log_softmax(-1)
         fresh = fresh.gather(1, torch.tensor(answer.tokens)[:, None])[:, 0]
         assert float((own - fresh).abs().max()) < plain
+
+
+def test_an_improbable_token_alone_does_not_make_16_bit_passes_differ():
+    expected = torch.randn(3, 1000).log_softmax(-1)
+    rounded, wrong = expected.clone(), expected.roll(1, -1)
+    rounded[1, 7] += 0.6
+    assert largest_difference(rounded, expected, torch.bfloat16) == pytest.approx(0.6 / 1000**0.5, rel=1e-4)
+    assert largest_difference(wrong, expected, torch.bfloat16) > 1
+    assert largest_difference(rounded, expected, torch.float32) == pytest.approx(0.6, rel=1e-4)
 
 
 @pytest.mark.scale

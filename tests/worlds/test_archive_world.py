@@ -58,7 +58,7 @@ def play(world, task, **context):
     return renderer, trajectory, [tuple(t for segment in row for t in segment.tokens) for row in rows]
 
 
-@pytest.mark.parametrize("max_tokens", [400, 500, 510])
+@pytest.mark.parametrize("max_tokens", [500, *(pytest.param(size, marks=pytest.mark.slow) for size in (400, 510))])
 def test_demonstrated_rows_equal_those_of_a_rewritten_episode(max_tokens):
     task = WORLD.tasks("test")[0]
     renderer, trajectory, rows = play(WORLD, task, max_tokens=max_tokens)

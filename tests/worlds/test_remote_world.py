@@ -115,6 +115,7 @@ def test_tasks_episodes_rewards_and_demonstrations_equal_those_of_the_local_worl
             assert played(theirs, "test", informed) == played(ours, "test", informed)
 
 
+@pytest.mark.slow
 def test_state_keys_and_turn_rewards_are_those_of_the_served_world():
     with remote("guess") as world:
         task = world.tasks("train")[0]

@@ -75,6 +75,7 @@ def test_only_the_wanted_change_succeeds():
         assert success_of(WORLD, task, expert_texts(WORLD, task)[:-1]) == 0.0
 
 
+@pytest.mark.slow
 def test_cheats_are_not_rewarded():
     report = check_world(WORLD, CheckPlan(num_tasks=6, limits=RolloutConfig(max_turns=16)))
     assert report.problems == []
@@ -100,6 +101,7 @@ def test_lists_show_few_rows_and_a_search():
     assert "Nothing here." in as_tree(site.page("/articles?q=%00"), site.page("/articles?q=%00").items)
 
 
+@pytest.mark.slow
 def test_the_transcript_of_the_page_is_a_real_episode():
     page = (recipe_folder("web") / "README.md").read_text("utf-8")
     world = make_web_world({"levels": [1, 2]}, ToolLimits())

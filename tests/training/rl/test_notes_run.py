@@ -50,6 +50,7 @@ def play(folder, reporter=None):
         train(open_session(settings), RunFolder(folder), reporter or RecordingReporter())
 
 
+@pytest.mark.slow
 def test_episodes_start_with_the_notes_of_earlier_steps_of_their_task(tmp_path):
     folder = tmp_path / "run"
     play(folder)

@@ -45,6 +45,7 @@ def records(folder, step):
     return list(read_rollouts(rollouts_path(folder, step)))
 
 
+@pytest.mark.slow
 def test_each_step_plays_against_a_saved_version(tmp_path):
     play(tmp_path / "run")
     saved = sorted((tmp_path / "run" / "opponents").iterdir())

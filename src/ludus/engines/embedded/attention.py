@@ -60,7 +60,7 @@ class KernelPass:
 
     def attend(self, layer: int, new: tuple[Tensor, Tensor, Tensor], scores: ScoreRule) -> Tensor:
         keys, values = self.pool.keys[layer], self.pool.values[layer]
-        query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in new)
+        query, key, value = (x if x.stride(2) == 1 else x.contiguous() for x in (x.to(keys.dtype) for x in new))
         num_heads, tokens, width = query.shape
         out = torch.empty(tokens, num_heads, width)
         arguments = _Pass(
@@ -72,7 +72,7 @@ class KernelPass:
             scores.softcap,
         )
         self.kernel.run(arguments, tokens, num_heads * int(self.positions.sum()))
-        return out
+        return out.to(new[0].dtype)
 
 
 def ragged_attention(

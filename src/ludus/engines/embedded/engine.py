@@ -374,7 +374,8 @@ def _make_scheduler(
         return GenericScheduler(generic, tokenizer, store, settings.max_batch, pass_tokens), False
     slots = (settings.max_batch, settings.context_tokens)
     scheduler = BatchScheduler(forward, tokenizer, RadixCache(num_pages), slots, pass_tokens)
-    invariant = settings.batch_invariant and forward.compiled
+    # In 16-bit types a row depends on the number of rows, and padding all passes to one size costs more than lockstep.
+    invariant = settings.batch_invariant and forward.compiled and forward.dtype == torch.float32
     scheduler.block = forward.block_for(pass_tokens) if invariant else 1
     return scheduler, invariant
 

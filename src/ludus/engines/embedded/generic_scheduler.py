@@ -20,7 +20,7 @@ from transformers.cache_utils import CacheLayerMixin, LinearAttentionCacheLayerM
 
 from ludus.engines.base import DEFAULT
 from ludus.engines.embedded.kv_cache import adapter_of
-from ludus.engines.embedded.model_runner import Chunk, ModelRunner, agreement, check_positions
+from ludus.engines.embedded.model_runner import Chunk, ModelRunner, agreement, check_positions, largest_difference
 from ludus.engines.embedded.scheduler import SCORE_CHUNK, Pass, SequenceScheduler, SequenceState
 from ludus.engines.models.lora import AdapterBank
 from ludus.errors import UserError
@@ -111,7 +111,7 @@ class GenericForward(ModelRunner):
         for mode in _MODES:
             self.mode = mode
             try:
-                difference = float((self._run_trial(ids) - expected).abs().max())
+                difference = largest_difference(self._run_trial(ids), expected, self.dtype)
             except Exception as error:  # boundary: a model's code may raise anything
                 reason = f": {error}"
                 continue
