@@ -208,11 +208,11 @@ def test_tool_call_guide_accepts_only_declared_tools_and_valid_arguments(speaker
     tokenizer = speaker[1]
     parameters = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
     function = {"name": "lookup", "description": "d", "parameters": parameters}
-    guide = hermes_guide([{"type": "function", "function": function}], tokenizer.get_added_vocab())
+    schemas, added = [{"type": "function", "function": function}], tokenizer.get_added_vocab()
     end = tokenizer.convert_tokens_to_ids("<|im_end|>")
 
-    def taken(text):
-        state = GuideCompiler(tokenizer).start(guide, (end,))
+    def taken(text, **options):
+        state = GuideCompiler(tokenizer).start(hermes_guide(schemas, added, **options), (end,))
         for token in tokenizer.encode(text, add_special_tokens=False):
             if not state.allowed(len(tokenizer))[token]:
                 return False
@@ -227,6 +227,18 @@ def test_tool_call_guide_accepts_only_declared_tools_and_valid_arguments(speaker
     assert not taken(call.replace('"Rome"', "7"))
     assert not taken(call.replace("city", "town"))
     assert not taken(call.replace("</tool_call>", ""))
+    assert taken(f"First this.\n{call}", single=True)
+    assert taken("no call at all", single=True)
+    assert not taken(f"{call}\n{call}", single=True)
+
+    for single in (False, True):
+        options = {"required": True, "single": single}
+        assert taken(call, **options)
+        assert taken(f"<think>\nFirst this.\n</think>\n\n{call}\n", **options)
+        assert taken(f"{call}\n{call}", **options) is not single
+        assert not taken("no call at all", **options)
+        assert not taken(f"First this.\n{call}", **options)
+        assert not taken(f"{call}\nDone.", **options)
 
 
 def test_concurrent_adapters_return_the_same_as_each_alone():

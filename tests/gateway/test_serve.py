@@ -302,7 +302,7 @@ def test_tool_calls_are_parsed_and_their_results_go_back(server, tokenizer):
     assert f"<|im_start|>tool\n{found['content']}<|im_end|>" in shown
 
 
-def test_tool_choice_none_omits_tools_and_forced_tool_choice_is_obeyed(server):
+def test_tool_choice_none_omits_tools_and_forced_tool_choice_is_obeyed(server, tokenizer):
     plain, auto, none = (
         post(server, "/v1/chat/completions", messages=ORDER, max_tokens=1, return_token_ids=True, **choice)
         for choice in ({}, {"tools": [SEARCH], "tool_choice": "auto"}, {"tools": [SEARCH], "tool_choice": "none"})
@@ -313,6 +313,12 @@ def test_tool_choice_none_omits_tools_and_forced_tool_choice_is_obeyed(server):
         given = {"tools": [SEARCH], "tool_choice": forced, "max_tokens": 200, "temperature": 0}
         message = post(server, "/v1/chat/completions", messages=greeting, **given)["choices"][0]["message"]
         assert [call["function"]["name"] for call in message["tool_calls"]] == ["search"]
+        assert message["content"] is None
+    given = {"tools": [SEARCH], "parallel_tool_calls": False, "return_token_ids": True, "temperature": 0}
+    (choice,) = post(server, "/v1/chat/completions", messages=ORDER, **given)["choices"]
+    assert len(choice["message"]["tool_calls"]) == 1
+    assert tokenizer.decode(choice["token_ids"][-1:]) == "</tool_call>"
+    assert (choice["finish_reason"], choice["stop_reason"]) == ("tool_calls", None)
     body = {"messages": ORDER, "tools": [SEARCH], "tool_choice": {"type": "function", "function": {"name": "other"}}}
     assert "no such tool" in error(server, "/v1/chat/completions", 400, body)
 

@@ -340,7 +340,28 @@ def test_forced_tool_choice_guides_the_reply(path, body, named, required):
 
     for guide in run(ask()):
         assert guide.kind == "lark"
-        assert ")+ text" in guide.text
+        assert ")+\n" in guide.text
+
+
+SINGLE = [
+    ("chat/completions", {"parallel_tool_calls": False}),
+    ("responses", {"parallel_tool_calls": False}),
+    ("messages", {"tool_choice": {"type": "auto", "disable_parallel_tool_use": True}}),
+]
+
+
+@pytest.mark.parametrize(("field", "body"), list(zip(SINGLE, (body for _, body, *_ in FORCED), strict=True)))
+def test_without_parallel_calls_a_reply_ends_after_its_first_call(field, body):
+    path, limit = field
+
+    async def ask():
+        async with serving(SEARCH, SEARCH, SEARCH) as (_, client, engine):
+            without = {name: value for name, value in body.items() if name != "tools"}
+            for asked in (body, body | limit, without | limit):
+                assert (await client.post(f"/{path}", json=asked)).status_code == 200
+            return [request.params.stop for request in engine.requests]
+
+    assert run(ask()) == [(), ("</tool_call>",), ()]
 
 
 class Place(BaseModel):

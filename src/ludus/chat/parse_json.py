@@ -375,19 +375,28 @@ def _read_block(draft: ParsedDraft, text: str, start: int) -> int:
 _TEXT = r"TEXT: /(.|\n)+/ & ~/(.|\n)*(<tool_call>|<\/tool_call>)(.|\n)*/"
 
 
-def hermes_guide(tools: Sequence[ToolSchema], added: Mapping[str, int], *, required: bool = False) -> Guide:
+def hermes_guide(
+    tools: Sequence[ToolSchema], added: Mapping[str, int], *, required: bool = False, single: bool = False
+) -> Guide:
     """Return a grammar of free text with any number of Hermes calls of the given tools; `added` are the tokenizer's
-    added tokens. With `required` there is at least one call.
+    added tokens. With `required` there is at least one call, and only a thought, spaces and line breaks around the
+    calls. With `single` there is at most one.
 
     Arguments must match the tool's schema. For guided sampling only: do not use it in training, since it
     changes the sampled distribution.
     """
     opening, closing = (f"<[{added[tag]}]>" if tag in added else json.dumps(tag) for tag in (CALL_OPEN, CALL_CLOSE))
     calls = " | ".join(f"call_{i}" for i in range(len(tools)))
-    thinking = "".join(f" | <[{added[tag]}]>" for tag in (THINK_OPEN, THINK_CLOSE) if tag in added)
+    think = [f"<[{added[tag]}]>" if tag in added else json.dumps(tag) for tag in (THINK_OPEN, THINK_CLOSE)]
+    tags = "".join(f" | <[{added[tag]}]>" for tag in (THINK_OPEN, THINK_CLOSE) if tag in added)
+    between = "gap" if required else "text"
+    one = f"{opening} ({calls}) {closing} {between}"
+    count = {(False, False): "*", (False, True): "?", (True, False): "+", (True, True): ""}[required, single]
+    before = f"gap ({' TEXT? '.join(think)} gap)?" if required else "text"
     rules = [
-        f"start: (text {opening} ({calls}) {closing}){'+' if required else '*'} text" if tools else "start: text",
-        f"text: (TEXT{thinking})*",
+        f"start: {before} ({one}){count}" if tools else "start: text",
+        f"text: (TEXT{tags})*",
+        r"gap: /[ \n]*/",
         _TEXT,
     ]
     for i, tool in enumerate(tools):

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 from jinja2 import TemplateError
 
 from ludus.chat.parse import PARSERS, detect
-from ludus.chat.parse_json import CALL_OPEN, GUIDES_EXIST, THINK_CLOSE, THINK_OPEN, hermes_guide, tool_call
+from ludus.chat.parse_json import CALL_CLOSE, CALL_OPEN, GUIDES_EXIST, THINK_CLOSE, THINK_OPEN, hermes_guide, tool_call
 from ludus.errors import UserError
 from ludus.images import IMAGE_IDS, Image, content_parts, read_image
 from ludus.tools.base import Tool, ToolSchema
@@ -88,6 +88,8 @@ class Renderer(Protocol):
     """Strings that end an action."""
     stop_token_ids: tuple[int, ...]
     """Tokens that end an action and belong to it."""
+    call_end: str
+    """The string that ends a call; empty if nothing marks its end."""
     streams_text: bool
     """Whether the text before the first call or thought, which begin with a tag, begins the content of the message."""
 
@@ -105,8 +107,9 @@ class Renderer(Protocol):
     def action(self, history: Sequence[Message], message: Message, tools: Sequence[Tool]) -> tuple[int, ...]:
         """Return the tokens that represent `message` as a sampled action (demonstrations only)."""
 
-    def guide(self, tools: Sequence[Tool], *, required: bool = False) -> Guide:
-        """Return a guide that permits only valid calls; `required`: at least one. UserError if unsupported."""
+    def guide(self, tools: Sequence[Tool], *, required: bool = False, single: bool = False) -> Guide:
+        """Return a guide that permits only valid calls; `required`: at least one and no text, `single`: at most one.
+        UserError if unsupported."""
 
 
 _END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>")
@@ -193,10 +196,15 @@ class TemplateRenderer:
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
         return self._with_images(self._encode(self.text(messages, tools, generate=True)), messages)
 
-    def guide(self, tools: Sequence[Tool], *, required: bool = False) -> Guide:
+    @property
+    def call_end(self) -> str:
+        return CALL_CLOSE if self._parse.name == "hermes" else ""
+
+    def guide(self, tools: Sequence[Tool], *, required: bool = False, single: bool = False) -> Guide:
         if self._parse.name != "hermes":
             raise UserError(f"The format {self._parse.name} does not support guided tool calls.", GUIDES_EXIST)
-        return hermes_guide([tool.schema for tool in tools], self.tokenizer.get_added_vocab(), required=required)
+        added = self.tokenizer.get_added_vocab()
+        return hermes_guide([tool.schema for tool in tools], added, required=required, single=single)
 
     def parse(
         self, tokens: Sequence[int], turn: int, finish_reason: FinishReason, tools: Sequence[Tool] = ()

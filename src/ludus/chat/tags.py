@@ -24,6 +24,7 @@ class TagsRenderer:
     """Renderer of a tag protocol; the closing tags of a call and of the answer end an action."""
 
     stop_token_ids: tuple[int, ...] = ()
+    call_end = ""
     streams_text = False
 
     def __init__(self, tokenizer: Tokenizer, protocol: TagProtocol = SEARCH_R1) -> None:
@@ -42,7 +43,7 @@ class TagsRenderer:
         text = "\n".join(self.guard.message(message)["content"] for message in messages)
         return tuple(self.tokenizer.encode(f"{instructions}\n{text}\n", add_special_tokens=True))
 
-    def guide(self, tools: Sequence[Tool], *, required: bool = False) -> Guide:
+    def guide(self, tools: Sequence[Tool], *, required: bool = False, single: bool = False) -> Guide:
         raise UserError("The tags protocol does not support guided tool calls.", GUIDES_EXIST)
 
     def parse(

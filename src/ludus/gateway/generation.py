@@ -201,6 +201,7 @@ def read_dialect(dialect: Dialect, histories: Histories, raw: bytes) -> tuple[Se
         "messages": list(parsed.messages),
         "tools": [tool.schema for tool in parsed.tools],
         "tool_choice": named if limits.call_of else "required" if limits.must_call else None,
+        "parallel_tool_calls": not limits.single_call,
         "max_tokens": limits.max_tokens,
         "stop": limits.stop,
         "structured_outputs": None if limits.guide is None else {"json": limits.guide.text},
@@ -248,6 +249,8 @@ async def _chat_prompt(service: CompletionService, request: ChatRequest) -> _Cha
     params = request.params(min(wanted, room), ends, request.top_logprobs or 0)
     if request.must_call:
         params = replace(params, guide=_call_guide(renderer, request))
+    if request.single_call and renderer.call_end and _tools(request):
+        params = replace(params, stop=(*params.stop, renderer.call_end))
     return _ChatPrompt(renderer, ids, params, ends, turn)
 
 
@@ -256,7 +259,7 @@ def _call_guide(renderer: TemplateRenderer, request: ChatRequest) -> Guide:
     tools = [tool for tool in _tools(request) if request.call_of in ("", tool.name)]
     if not tools:
         raise BadRequest("tool_choice requires a call, but the request has no such tool.")
-    return renderer.guide(tools, required=True)
+    return renderer.guide(tools, required=True, single=request.single_call)
 
 
 def _text(renderer: TemplateRenderer, request: ChatRequest) -> str:

@@ -95,9 +95,10 @@ class _Row:
 class ReplyLimits:
     """Limits that a request may set: the maximum number of tokens, strings that end the reply, and a guide.
 
-    With `must_call` the reply has a call, of the tool `call_of` if that is set. With `prompt`, the reply follows that
-    text or these tokens, in place of messages. `watch` is called with the number of tokens of the prompt and new tokens
-    while the reply is sampled, if the engine reports them.
+    With `must_call` the reply has a call, of the tool `call_of` if that is set; with `single_call` it has at most one,
+    if the format marks the end of a call. With `prompt`, the reply follows that text or these tokens, in place of
+    messages. `watch` is called with the number of tokens of the prompt and new tokens while the reply is sampled, if
+    the engine reports them.
     """
 
     max_tokens: int | None = None
@@ -105,6 +106,7 @@ class ReplyLimits:
     guide: Guide | None = None
     must_call: bool = False
     call_of: str = ""
+    single_call: bool = False
     prompt: Prompt | None = None
     watch: Callable[[int, Sequence[int]], None] | None = None
 
@@ -342,13 +344,12 @@ class AgentSession(RewardedReplies):
             if not callable_tools:
                 raise InvalidRequest("tool_choice requires a call, but the request has no such tool.")
             try:
-                guide = chat.renderer.guide(callable_tools, required=True)
+                guide = chat.renderer.guide(callable_tools, required=True, single=limits.single_call)
             except UserError as error:
                 raise InvalidRequest(error.message) from error
         most = min(limits.max_tokens or before.max_new_tokens, before.max_new_tokens)
-        chat.params = replace(
-            before, max_new_tokens=most, stop=tuple(filter(None, limits.stop)), guide=guide or before.guide
-        )
+        ends = (*limits.stop, chat.renderer.call_end if limits.single_call and tools else "")
+        chat.params = replace(before, max_new_tokens=most, stop=tuple(filter(None, ends)), guide=guide or before.guide)
         if limits.watch is not None:
             TOKEN_WATCHERS[chat.episode] = partial(limits.watch, len(tokens_of(chat.segments)))
         try:

@@ -31,7 +31,7 @@ def parse(raw: bytes, _: Histories) -> SessionRequest:
     body.refuse_set("logprobs", "stop_token_ids", "ignore_eos", "include_stop_str_in_output")
     tools = [tool.function for tool in body.tools or []] if body.tool_choice != "none" else []
     length = body.max_completion_tokens or body.max_tokens
-    limits = ReplyLimits(length, body.stops, body.guide, body.must_call, body.call_of)
+    limits = ReplyLimits(length, body.stops, body.guide, body.must_call, body.call_of, body.single_call)
     usage = body.stream_options is not None and body.stream_options.include_usage
     return SessionRequest(
         [message.message for message in body.messages],

@@ -65,6 +65,7 @@ class _Tool(BaseModel):
 class _Choice(BaseModel):
     type: Literal["auto", "none", "any", "tool"]
     name: str = ""
+    disable_parallel_tool_use: bool = False
 
 
 class _Format(BaseModel):
@@ -109,8 +110,9 @@ def parse(raw: bytes, _: Histories) -> SessionRequest:
     guide = schema_guide(form.schema_ if form is not None else None)
     choice = body.tool_choice or _Choice(type="auto")
     tools = [tool for tool in body.tools or [] if tool.input_schema is not None] if choice.type != "none" else []
-    must_call = choice.type in ("any", "tool")
-    limits = ReplyLimits(body.max_tokens, tuple(body.stop_sequences or ()), guide, must_call, choice.name)
+    must_call, single = choice.type in ("any", "tool"), choice.disable_parallel_tool_use
+    stop = tuple(body.stop_sequences or ())
+    limits = ReplyLimits(body.max_tokens, stop, guide, must_call, choice.name, single)
     return SessionRequest(
         messages,
         [session_tool(tool.name, tool.description, tool.input_schema) for tool in tools],

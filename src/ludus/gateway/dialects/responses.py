@@ -83,6 +83,7 @@ class ResponsesRequest(BaseModel):
     previous_response_id: str | None = None
     tools: list[_Tool] | None = None
     tool_choice: Literal["auto", "none", "required"] | _Choice | None = None
+    parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     text: _Text | None = None
     stream: bool | None = None
@@ -110,11 +111,13 @@ def parse(raw: bytes, histories: Histories) -> SessionRequest:
         "max_output_tokens": body.max_output_tokens,
         "tool_choice": choice.model_dump() if isinstance(choice, _Choice) else choice,
         "tools": [tool.model_dump() for tool in tools],
+        "parallel_tool_calls": body.parallel_tool_calls is not False,
     }
+    must_call, single = bool(named) or choice == "required", body.parallel_tool_calls is False
     return SessionRequest(
         [*before, *_messages([_referred(item, histories) for item in items])],
         [session_tool(tool.name, tool.description, tool.parameters) for tool in tools],
-        ReplyLimits(body.max_output_tokens, (), schema_guide(schema), bool(named) or choice == "required", named),
+        ReplyLimits(body.max_output_tokens, (), schema_guide(schema), must_call, named, single),
         1,
         bool(body.stream),
         body.model or "policy",

@@ -329,6 +329,7 @@ class ChatRequest(Sampling):
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
     tools: Annotated[list[ChatTool], Field(fail_fast=True)] | None = None
     tool_choice: Literal["auto", "none", "required"] | _ToolChoice | None = None
+    parallel_tool_calls: bool | None = None
     max_tokens: Annotated[int, _within("max_new_tokens")] | None = None
     max_completion_tokens: Annotated[int, _within("max_new_tokens")] | None = None
     logprobs: bool | None = False
@@ -338,6 +339,11 @@ class ChatRequest(Sampling):
     def must_call(self) -> bool:
         """Whether the reply has a call."""
         return self.tool_choice not in (None, "auto", "none")
+
+    @property
+    def single_call(self) -> bool:
+        """Whether the reply has at most one call."""
+        return self.parallel_tool_calls is False
 
     @property
     def call_of(self) -> str:
