@@ -6,7 +6,7 @@ export PYTHONDONTWRITEBYTECODE :=
 PY := $(VENV)/bin/python
 PIP_FLAGS := --quiet --disable-pip-version-check --no-warn-script-location
 
-.PHONY: setup docs bubblewrap demo demo-pretrained digests test lint types unit slow learning fault faults-matrix soak scale foreign browser trackers cluster security pages smollm2 vllm all-tests agents bench-agents cold-start learning-table \
+.PHONY: setup docs bubblewrap demo demo-pretrained digests test lint types unit slow learning fault faults-matrix soak scale foreign interfaces browser trackers cluster security pages smollm2 vllm all-tests agents bench-agents cold-start learning-table \
 	mask-table bench-rollout bench-trl bench-vllm bench-step bench-long-step bench-scaling bench-sandbox bench-async gpu algorithms-table async-correction modes-table clean
 
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -90,6 +90,20 @@ foreign: setup .bench/evaluators/.ready
 	$(PY) -m pytest -m foreign --ignore tests/cli/test_cli_export.py
 	.bench/evaluators/bin/python -m pytest -m foreign tests/cli/test_cli_export.py
 
+# Packages of environments that need other versions than constraints.txt pins, each in a separate environment.
+INTERFACES := openenv verifiers tau2 browsergym
+.bench/interfaces/%/.ready: $(VENV)/.ready
+	python3 -m venv .bench/interfaces/$*
+	.bench/interfaces/$*/bin/python -m pip install $(PIP_FLAGS) \
+		$$($(PY) -c 'import tomllib; print(*tomllib.load(open("pyproject.toml", "rb"))["project"]["optional-dependencies"]["$*"])')
+	$(PY) -c 'import site; print("import site; site.addsitedir(%r)" % site.getsitepackages()[0])' \
+		> $$(.bench/interfaces/$*/bin/python -c 'import site; print(site.getsitepackages()[0])')/main.pth
+	touch $@
+
+interfaces: $(INTERFACES:%=.bench/interfaces/%/.ready)
+	for name in $(INTERFACES); do \
+		.bench/interfaces/$$name/bin/python -m pytest -m foreign tests/worlds/test_interfaces.py || exit 1; done
+
 # Clicks in the pages of the viewer and of the shop, in the Chromium of the system (Debian: apt-get install chromium).
 browser: setup
 	$(PY) -m pip install $(PIP_FLAGS) playwright
@@ -150,7 +164,7 @@ bench-vllm: $(VLLM)/.ready
 vllm: $(VLLM)/.ready
 	$(PY) -m pytest -m vllm
 
-all-tests: test slow pages learning fault soak scale foreign browser trackers cluster security smollm2
+all-tests: test slow pages learning fault soak scale foreign interfaces browser trackers cluster security smollm2
 
 # Trains the packaged cold start from scratch in two runs: about an hour on one core.
 cold-start: $(VENV)/.ready

@@ -1,13 +1,10 @@
 """Train every algorithm with equal budgets over several seeds and print one table.
 
     python benchmarks/algorithms.py table --game guess     # ten algorithms, one per mechanism
-    python benchmarks/algorithms.py ladder                # GRPO plus the parts of DAPO, one by one
-    python benchmarks/algorithms.py credit                # turn-level against trajectory-level advantages
-    python benchmarks/algorithms.py stages                # RL, SFT, SFT then RL, and mixed_policy
     python benchmarks/algorithms.py stages --against mixed_policy       # the same runs, another baseline
-    python benchmarks/algorithms.py stages --game functions-plain       # trained on plain signatures only
     python benchmarks/algorithms.py critic --rates 2e-4 --seeds 0 1 2 3 4        # GRPO against PPO
 
+The experiments and their games are in experiments.toml, with the prediction that was written before the runs.
 Every arm has the same cold start, tasks, steps, group size and learning rates. The first seed tries each rate
 of --rates; the other seeds use the rate with the best success on `validation`, which no table shows. A run
 is stored under the hash of its settings and not repeated; an interrupted run is resumed. Intervals over seeds
@@ -26,13 +23,15 @@ import hashlib
 import json
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable, Collection, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, partial
 from itertools import islice
 from pathlib import Path
-from typing import TypeVar
+from statistics import fmean
+from typing import Any, TypeVar
 
 import learning
 from cold_start import cold_start
@@ -40,6 +39,7 @@ from ludus.config.load import load_config
 from ludus.envs.registry import build_world
 from ludus.evaluation.evaluate import Evaluation, load_evaluation
 from ludus.evaluation.stats import paired_difference, t_interval
+from ludus.recipes import recipe_folder
 
 T = TypeVar("T")
 Column = Callable[[Path], Evaluation]
@@ -47,21 +47,9 @@ Column = Callable[[Path], Evaluation]
 
 SEEDS = (0, 1, 2)
 RATES = ("1e-4", "2e-4", "4e-4")
-LONG = (
-    *("--env.settings.largest", "40", "--env.settings.sizes", "[27, 29, 31]"),
-    *("--env.settings.composition_size", "35", "--rollout.max_turns", "7"),
-)
-MANY_UPDATES = ("--training.epochs", "2", "--training.minibatches", "4")
-TIGHT = ("--rollout.max_turns", "4", "--rollout.max_tokens_per_turn", "36", *MANY_UPDATES)
-SMALL = (
-    *("--env.settings.sizes", "[5, 6, 7]", "--env.settings.composition_size", "9"),
-    *("--env.settings.num_tasks", "440", "--rollout.max_turns", "3", "--env.check", "false"),
-    *("--evaluation.tasks_during", "60"),
-)
-PLAIN_SIGNATURES = ("--env.settings.changed_in_training", "false", "--rewards.preset", "none")
+FILE = Path(__file__).parent / "experiments.toml"
 FINE_TUNING = ("--sft.learning_rate", "1e-3", "--sft.warmup_steps", "0")
 """Settings of SFT before RL."""
-SPLITS = ("validation", "test", "composition")
 
 
 @dataclass(frozen=True)
@@ -69,7 +57,7 @@ class Arm:
     """A training method: name, settings and command."""
 
     name: str
-    settings: tuple[str, ...]
+    settings: tuple[str, ...] = ()
     stage: str = "train"
     fine_tunes: bool = False
     """Whether SFT on expert dialogues of training tasks precedes RL."""
@@ -80,81 +68,84 @@ class Game:
     """The recipe, changed settings, training steps and evaluation tasks of all arms of a table.
 
     An RL step has `episodes` episodes in `groups` groups, an SFT step `demonstrations` dialogues. The table has
-    a column for each value of `tag` on the tasks of `test`.
+    a column for each value of `tag` on the tasks of `test`. Without `sft_steps` the recipe's cold start is used if it
+    ships one; 0 are the recipe's own steps of SFT.
     """
 
     recipe: str
     steps: int
     tasks: int
-    words: tuple[str, ...] = ()
+    settings: tuple[str, ...] = ()
     sft_steps: int | None = None
     episodes: int = 192
     demonstrations: int = 32
     groups: int = 24
     tag: str = ""
+    temperature: float = 0.0
+    splits: tuple[str, ...] = ("validation", "test", "composition")
 
 
-GAMES = {
-    "guess": Game("guess", 50, 90),
-    "guess-long": Game("guess", 50, 180, LONG, sft_steps=4000),
-    "guess-small": Game("guess", 20, 60, SMALL, sft_steps=600),
-    "search": Game("search", 30, 256, episodes=96, demonstrations=24, groups=12),
-    "search-tight": Game("search", 20, 256, TIGHT, episodes=96, demonstrations=24, groups=12),
-    "functions-plain": Game(
-        "functions", 80, 400, PLAIN_SIGNATURES, None, episodes=96, demonstrations=24, groups=12, tag="signature"
-    ),
-}
+@dataclass(frozen=True)
+class Experiment:
+    """Arms of equal budget on a game; the first one is the baseline."""
+
+    about: str
+    game: str
+    arms: tuple[Arm, ...]
+    prediction: str = ""
+    metrics: tuple[str, ...] = ()
 
 
-def preset(name: str, *more: str) -> Arm:
-    """Return the arm of a preset, with optional changes."""
-    return Arm(name, ("--algorithm.preset", name, *more))
+def words_of(settings: Mapping[str, object]) -> tuple[str, ...]:
+    """Return settings as words of a command line."""
+    pairs = [(f"--{name}", value if isinstance(value, str) else json.dumps(value)) for name, value in settings.items()]
+    return tuple(word for pair in pairs for word in pair)
 
 
-TEN = tuple(
-    preset(name)
-    for name in ("reinforce", "rloo", "grpo", "dr_grpo", "dapo", "reinforce_pp", "gspo", "cispo", "turn_return", "ppo")
-)
-PLAIN = ("--algorithm.preset", "grpo_paper", "--algorithm.kl_coef", "0", "--algorithm.std_ddof", "1")
-PARTS = (
-    ("+ overlong filter", ("--algorithm.overlong_mask", "true")),
-    ("+ clip-higher", ("--algorithm.clip_high", "0.28")),
-    ("+ soft overlong", ("--algorithm.overlong_buffer", "0.2")),
-    ("+ token-level loss", ("--algorithm.aggregation", "token_mean")),
-    ("+ dynamic sampling", ("--algorithm.filter_zero_variance", "true", "--algorithm.max_resample_rounds", "3")),
-)
-LADDER = (
-    Arm("GRPO", PLAIN),
-    *(
-        Arm(name, PLAIN + tuple(word for _, words in PARTS[: i + 1] for word in words))
-        for i, (name, _) in enumerate(PARTS)
-    ),
-)
-STAGES = (
-    preset("grpo"),
-    Arm("more SFT", (), "sft"),
-    preset("mixed_policy"),
-    Arm("SFT, then grpo", ("--algorithm.preset", "grpo"), fine_tunes=True),
-)
-CRITIC = (preset("grpo"), preset("ppo"))
-CREDIT = (preset("grpo"), preset("turn_grpo", "--algorithm.kl_coef", "0"), preset("turn_return"))
+def read_experiment(one: Mapping[str, Any]) -> Experiment:
+    """Return an experiment of the file; with `cumulative` an arm has the settings of all arms before it."""
+    arms, before = list[Arm](), tuple[str, ...]()
+    for fields in one["arms"]:
+        own = words_of(fields.get("settings", {}))
+        arms.append(Arm(**{**fields, "settings": (*before, *own)}))
+        before = (*before, *own) if one.get("cumulative") else ()
+    rest = {name: value for name, value in one.items() if name not in ("arms", "cumulative", "metrics")}
+    return Experiment(**rest, arms=tuple(arms), metrics=tuple(one.get("metrics", ())))
+
+
+@cache
+def games() -> Mapping[str, Game]:
+    """Return the games of the file by name."""
+    found = tomllib.loads(FILE.read_text("utf-8"))["games"]
+    lists = {name: {"splits": tuple(one["splits"])} if "splits" in one else {} for name, one in found.items()}
+    return {
+        name: Game(**{**one, **lists[name], "settings": words_of(one.get("settings", {}))})
+        for name, one in found.items()
+    }
+
+
+@cache
+def experiments() -> Mapping[str, Experiment]:
+    """Return the experiments of the file by name."""
+    found = tomllib.loads(FILE.read_text("utf-8"))["experiments"]
+    return {name: read_experiment(one) for name, one in found.items()}
 
 
 def start_of(name: str, folder: Path) -> tuple[str, ...]:
     """Return the settings that start from the game's cold start; train it once if the recipe ships none."""
-    game = GAMES[name]
-    if game.recipe == "search":
+    game = games()[name]
+    if game.sft_steps is None and (recipe_folder(game.recipe) / "cold_start").is_dir():
         return ()
     steps = ("--sft.steps", str(game.sft_steps)) if game.sft_steps else ()
-    return cold_start(game.recipe, folder / f"{name}-cold-start", (*game.words, *steps))
+    return cold_start(game.recipe, folder / f"{name}-cold-start", (*game.settings, *steps))
 
 
 def experts_of(name: str, folder: Path, count: int) -> Path:
     """Return a file with expert dialogues of a game's first `count` training tasks; write it once."""
-    path, game = folder / f"{name}-{count}-experts.jsonl", GAMES[name]
+    path, game = folder / f"{name}-{count}-experts.jsonl", games()[name]
     if path.is_file():
         return path
-    config = load_config(game.recipe, list(game.words))
+    config = load_config(game.recipe, list(game.settings))
     world = build_world(config.env, config.rollout, config.sandbox)
     assert world.implements("expert")
     tasks = islice(world.tasks("train"), count)
@@ -195,18 +186,24 @@ def train(folder: Path, recipe: str, words: tuple[str, ...], stage: str = "train
 
 
 def last(path: Path, split: str) -> Evaluation:
-    """Return the greedy evaluation after training."""
+    """Return the evaluation after training; all runs have one temperature."""
     found = [load_evaluation(file) for file in (path / "evaluations").glob(f"step-*{split}*.json")]
-    whole = [r for r in found if r.plan.split == split and r.plan.temperature == 0]
-    return max(whole, key=lambda r: r.plan.step)
+    return max((one for one in found if one.plan.split == split), key=lambda one: one.plan.step)
+
+
+def metric_of(path: Path, name: str) -> float:
+    """Return the mean of a metric over the last five steps of a run."""
+    rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text("utf-8").splitlines()]
+    values = [row[name] for row in rows if name in row]
+    return fmean(values[-5:])
 
 
 def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, list[Path]]]:
     """Run all arms; return for each the best rate on `validation` with the first seed, and the runs at that rate."""
-    game = GAMES[args.game]
-    start = (*start_of(args.game, args.folder), *game.words)
+    game = games()[args.game]
+    start = (*start_of(args.game, args.folder), *game.settings)
     common = (
-        *("--evaluation.splits", json.dumps(SPLITS), "--evaluation.temperatures", "[0.0]"),
+        *("--evaluation.splits", json.dumps(game.splits), "--evaluation.temperatures", f"[{game.temperature}]"),
         *("--evaluation.tasks", str(game.tasks), "--evaluation.every", "1000"),
         *("--evaluation.tasks_before", str(game.tasks)),
     )
@@ -227,7 +224,7 @@ def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, l
             dialogues = experts_of(args.game, args.folder, num_fine * game.demonstrations)
             shown = ("--sft.data", str(dialogues), "--sft.steps", str(num_fine))
             words = (*start, *FINE_TUNING, *shown, *common, "--run.seed", str(seed))
-            begin = (*game.words, *newest(train(args.folder, game.recipe, words, "sft")))
+            begin = (*game.settings, *newest(train(args.folder, game.recipe, words, "sft")))
         words = (*begin, *budgets[arm.stage], *common, *arm.settings, *own)
         return train(args.folder, game.recipe, words, arm.stage)
 
@@ -264,29 +261,34 @@ def columns(game: Game) -> dict[str, Column]:
     """Return the table columns of a game by title."""
     found: dict[str, Column] = {"test": partial(last, split="test")}
     if game.tag:
-        config = load_config(game.recipe, list(game.words))
+        config = load_config(game.recipe, list(game.settings))
         ids: dict[str, set[str]] = {}
         for task in build_world(config.env, config.rollout, config.sandbox).tasks("test"):
             ids.setdefault(task.tags[game.tag], set()).add(task.id)
         found |= {f"{value} {game.tag}": partial(last_of, ids=own) for value, own in sorted(ids.items())}
-    return found | {"composition": partial(last, split="composition")}
+    rest = {split: partial(last, split=split) for split in game.splits if split not in ("validation", "test")}
+    return found | rest
 
 
 def last_of(path: Path, ids: Collection[str]) -> Evaluation:
-    """Return the greedy evaluation after training, restricted to some tasks of `test`."""
+    """Return the evaluation after training, restricted to some tasks of `test`."""
     return part(last(path, "test"), ids)
 
 
-def table(found: dict[str, tuple[str, list[Path]]], baseline: str, shown: Mapping[str, Column]) -> str:
-    """Return a table of success in per cent with intervals over seeds, and differences from the baseline."""
+def table(
+    found: dict[str, tuple[str, list[Path]]], baseline: str, shown: Mapping[str, Column], metrics: Sequence[str] = ()
+) -> str:
+    """Return a table of success in per cent with intervals over seeds, differences from the baseline, and metrics."""
     compared = [name for name in shown if name != "composition"]
-    gaps = [f"{name}, against {baseline}, paired over tasks | over seeds" for name in compared]
-    lines = [f"| {' | '.join(('arm', 'rate', *shown, *gaps))} |", "|---" * (2 + len(shown) + 2 * len(gaps)) + "|"]
+    gaps = [(f"{name}, against {baseline}, paired over tasks", "over seeds") for name in compared]
+    titles = ("arm", "rate", *shown, *(title for gap in gaps for title in gap), *metrics)
+    lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name, (rate, paths) in found.items():
         cells = [learning.over_seeds([take(p) for p in paths]) for take in shown.values()]
         for take in (shown[one] for one in compared):
             plain = [take(p) for p in found[baseline][1]]
             cells += ["", ""] if name == baseline else differences([take(p) for p in paths], plain)
+        cells += [" ".join(f"{metric_of(path, metric):.3g}" for path in paths) for metric in metrics]
         lines.append(f"| {name} | {rate} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -306,30 +308,26 @@ def differences(found: Sequence[Evaluation], plain: Sequence[Evaluation]) -> tup
 def main() -> None:
     """Run the chosen arms and print their table."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
-    arms = {
-        "table": (TEN, "grpo"),
-        "ladder": (LADDER, "GRPO"),
-        "credit": (CREDIT, "grpo"),
-        "stages": (STAGES, "grpo"),
-        "critic": (CRITIC, "grpo"),
-    }
-    parser.add_argument("what", choices=tuple(arms))
-    defaults = {"ladder": "search-tight", "credit": "guess-long", "critic": "search"}
-    parser.add_argument("--game", choices=tuple(GAMES), help=f"default: guess, except for {defaults}")
+    lines = [f"{name}: {one.about}" for name, one in experiments().items()]
+    parser.add_argument("what", choices=tuple(experiments()), metavar="experiment", help="\n".join(lines))
+    parser.add_argument("--game", choices=tuple(games()), help="default: the experiment's")
     parser.add_argument("--folder", type=Path, default=Path("runs/algorithms"))
     parser.add_argument("--steps", type=int, help="training steps (default: the game's)")
     parser.add_argument("--parallel", type=int, default=2)
     parser.add_argument("--rates", nargs="+", default=RATES)
     parser.add_argument("--seeds", nargs="+", type=int, default=SEEDS)
     parser.add_argument("--only", nargs="+", help="run only these arms")
-    parser.add_argument("--against", help="baseline of the differences (default: GRPO)")
+    parser.add_argument("--against", help="baseline of the differences (default: the first arm)")
     args = parser.parse_args()
-    args.game = args.game or defaults.get(args.what, "guess")
-    chosen, baseline = arms[args.what]
-    chosen, baseline = ([arm for arm in chosen if not args.only or arm.name in args.only], args.against or baseline)
+    experiment = experiments()[args.what]
+    args.game = args.game or experiment.game
+    chosen = [arm for arm in experiment.arms if not args.only or arm.name in args.only]
+    baseline = args.against or experiment.arms[0].name
     if baseline not in [arm.name for arm in chosen]:
         parser.error(f"the baseline {baseline!r} is not among the arms {[arm.name for arm in chosen]}")
-    print(table(run(args, chosen), baseline, columns(GAMES[args.game])))
+    if experiment.prediction:
+        print(f"Prediction: {experiment.prediction}\n", flush=True)
+    print(table(run(args, chosen), baseline, columns(games()[args.game]), experiment.metrics))
 
 
 if __name__ == "__main__":

@@ -183,6 +183,7 @@ class TemplateRenderer:
         self.guard = ControlGuard(tokenizer, str(template))
         self._parse = PARSERS[name if self.native_tools else "hermes"]
         self._starts_thinking = self._apply(_USER, generate=True).rstrip().endswith(THINK_OPEN)
+        self.call_end = CALL_CLOSE if self._parse.name == "hermes" else ""
         self.streams_text = self._parse.name == "hermes" and not self._starts_thinking
         self._end, self._ends_at_role = self._find_end()
         self._call_end = self._find_call_end() if self.native_tools else self._end
@@ -195,10 +196,6 @@ class TemplateRenderer:
 
     def prompt(self, messages: Sequence[Message], tools: Sequence[Tool]) -> tuple[int, ...]:
         return self._with_images(self._encode(self.text(messages, tools, generate=True)), messages)
-
-    @property
-    def call_end(self) -> str:
-        return CALL_CLOSE if self._parse.name == "hermes" else ""
 
     def guide(self, tools: Sequence[Tool], *, required: bool = False, single: bool = False) -> Guide:
         if self._parse.name != "hermes":
