@@ -147,7 +147,7 @@ def test_a_visit_through_all_pages():
     first = made.step(f"search[{task.truth.query}]").text.split("\n")
     assert first[0] == "page 1 of 5"
     assert len(first) == 12
-    ids = [line.split()[0] for line in first[1:-1]]
+    ids = [line.split()[-1] for line in first[1:-1]]
     assert made.actions() == [*(f"click[{id_}]" for id_ in ids), "click[Next >]", "click[Back to Search]"]
     second = made.step("click[Next >]").text
     assert second.startswith("page 2 of 5")

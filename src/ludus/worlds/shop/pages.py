@@ -45,8 +45,9 @@ def search_page(instruction: str) -> Page:
 
 
 def results_page(products: Sequence[tuple[str, Product]], number: int, num_pages: int) -> Page:
-    """Return a page of results, each with its id. `number` counts from 0."""
-    rows = [(Span(label, "click"), Span(f" {one.title} ${one.price}")) for label, one in products]
+    """Return a page of results. `number` counts from 0. Ids are at the end of a row, so that a causal model has read
+    the product before its id."""
+    rows = [(Span(f"{one.title} ${one.price} "), Span(label, "click")) for label, one in products]
     buttons = [NEXT] * (number + 1 < num_pages) + [PREVIOUS] * (number > 0) + [BACK]
     heading = f"page {number + 1} of {num_pages}" if num_pages else "no results"
     return Page(((Span(heading),), *rows, _separated(buttons, " | ")))
