@@ -31,7 +31,7 @@ from ludus.worlds.research.reports import GATES, TRUE_CITATIONS, TRUE_NUMBERS, l
 from ludus.worlds.research.world import make_research_world, solve
 
 LIMITS = RolloutConfig(max_turns=16)
-ROW = re.compile(r"\[([^\]]+)\]\W+(-?\d+ \w+)\W+(\d+ [NS])\W+(\d+ [EW])")
+ROW = re.compile(r"(-?\d+ \w+)\W+(\d+ [NS])\W+(\d+ [EW])\W+\[([^\]]+)\]")
 
 
 def world_of(**settings):
@@ -120,7 +120,8 @@ def test_shipped_facts_are_those_that_the_generator_writes():
 
 
 def rows_of(web, title):
-    return [match.groups() for line in web.lines(title) for match in [ROW.search(line)]]
+    rows = [match.groups() for line in web.lines(title) for match in [ROW.search(line)]]
+    return [(name, *values) for *values, name in rows]
 
 
 def test_answers_of_lookups_are_unique_on_the_pages():
