@@ -35,6 +35,9 @@ def test_linear_length_penalty_is_capped():
     mild = combiner(length=linear | {"lam": 0.01})
     assert rewards_of(mild, group)[0] == pytest.approx([1.0, 0.94, -0.06])
     assert one.combine(1, [group])[0][1].trajectory.rewards["length"] == pytest.approx(-0.25)
+    failures, successes = (combiner(length=linear | {"applies_to": which}) for which in ("failures", "successes"))
+    assert rewards_of(failures, group)[0] == pytest.approx([1.0, 1.0, -0.25])
+    assert rewards_of(successes, group)[0] == pytest.approx([1.0, 0.75, 0.0])
 
 
 def test_sigmoid_length_term_reduces_positive_rewards():

@@ -24,6 +24,8 @@ class LengthConfig(Section):
     """linear: penalty per token."""
     cap: float = Field(0.5, gt=0)
     """linear: largest penalty."""
+    applies_to: Literal["all", "failures", "successes"] = "all"
+    """linear: which episodes are penalized; a success has a reward above 0 before the penalty."""
     tau: float = Field(64.0, gt=0)
     """sigmoid: width of the decay, in tokens."""
     floor: float = Field(0.8, ge=0, lt=1)
@@ -32,7 +34,8 @@ class LengthConfig(Section):
     @model_validator(mode="after")
     def _fits_the_kind(self) -> Self:
         linear, sigmoid = ("linear",), ("sigmoid",)
-        needed = {"target": linear + sigmoid, "lam": linear, "cap": linear, "tau": sigmoid, "floor": sigmoid}
+        needed = {"target": linear + sigmoid, "lam": linear, "cap": linear, "applies_to": linear}
+        needed |= {"tau": sigmoid, "floor": sigmoid}
         check_choice(self, "rewards.length", "kind", needed)
         return self
 

@@ -73,6 +73,9 @@ def with_length(
     lengths = torch.tensor([t.num_action_tokens for t in trajectories])
     if settings.kind == "linear":
         part = length_linear(lengths=lengths, target=settings.target, lam=settings.lam, cap=settings.cap)
+        exempt = {"all": None, "failures": rewards > 0, "successes": rewards <= 0}[settings.applies_to]
+        if exempt is not None:
+            part = part.masked_fill(exempt, 0.0)
         shaped = rewards + part
     else:
         ones = torch.ones_like(rewards)
