@@ -13,6 +13,7 @@ import algorithms_oracle as oracle
 from ludus.algorithms import filters, shaping
 from ludus.algorithms.filters import GresoState, Visit
 from ludus.algorithms.kl import Schedule
+from ludus.config.sections.curriculum import GresoConfig
 from ludus.errors import ConfigError
 
 quick = settings(max_examples=40, deadline=None, derandomize=True)
@@ -127,7 +128,9 @@ def test_entropy_bound_equals_the_loop(batch, bound):
 
 VISITS = st.lists(
     st.lists(
-        st.builds(Visit, st.sampled_from("abcd"), st.booleans(), st.booleans()), max_size=5, unique_by=lambda v: v.task
+        st.builds(Visit, st.sampled_from("abcd"), st.booleans(), st.sampled_from([0.0, 0.11, 0.5, 0.98])),
+        max_size=5,
+        unique_by=lambda v: v.task,
     ),
     max_size=8,
 )
@@ -139,23 +142,32 @@ def test_greso_follows_the_visits_and_resumes(steps):
     state = GresoState()
     easy = hard = 0.5
     history = {name: [] for name in "abcd"}
-    for visits in steps:
-        state = GresoState(**asdict(state)).update(visits)
+    for number, visits in enumerate(steps):
+        adapts = number > 1
+        state = GresoState(**asdict(state)).update(visits, adapts=adapts)
         for visit in visits:
             history[visit.task].append(visit)
-        if visits:
-            zero = [v for v in visits if v.zero_variance]
-            num_easy = sum(v.easy for v in zero)
-            easy += -0.01 if num_easy / len(visits) >= 1 / 12 else 0.01
-            hard += -0.01 if (len(zero) - num_easy) / len(visits) >= 1 / 6 else 0.01
-            easy, hard = (min(max(p, 0.0), 1.0) for p in (easy, hard))
+        if visits and adapts:
+            zero = [v.success for v in visits if v.zero_variance]
+            easy += -0.01 if sum(p >= 0.98 for p in zero) / len(visits) >= 0.25 / 3 else 0.01
+            hard += -0.01 if sum(p <= 0.11 for p in zero) / len(visits) >= 0.25 * 2 / 3 else 0.01
+            easy, hard = (min(max(p, 0.05), 0.95) for p in (easy, hard))
     for name, past in history.items():
         streak = 0
         while streak < len(past) and past[-1 - streak].zero_variance:
             streak += 1
-        p = easy if past and past[-1].easy else hard
-        expected = 1 - max(p**streak, 0.05) if streak else 0.0
+        p = easy if past and past[-1].success >= 0.98 else hard
+        expected = 1 - max(p**streak, 0.01) if streak else 0.0
         assert state.skip_probability(name) == pytest.approx(expected, abs=1e-12)
+
+
+def test_greso_base_probabilities_stay_within_the_bounds():
+    state = GresoState()
+    for _ in range(60):
+        state = state.update([Visit("a", True, 1.0)])  # always easy, never hard
+    assert (state.p_easy, state.p_hard) == pytest.approx((0.05, 0.95))
+    moved = GresoState(rule=GresoConfig(easy=0.4, hard=0.2, change=0.1)).update([Visit("a", True, 0.5)])
+    assert (moved.p_easy, moved.p_hard) == pytest.approx((0.4, 0.6))
 
 
 def test_greso_draws_are_seeded_and_keep_a_floor():
@@ -163,7 +175,7 @@ def test_greso_draws_are_seeded_and_keep_a_floor():
     draws = [state.skips("stuck", seed=1, step=s) for s in range(2000)]
     assert draws == [state.skips("stuck", seed=1, step=s) for s in range(2000)]
     assert draws != [state.skips("stuck", seed=2, step=s) for s in range(2000)]
-    assert sum(draws) / 2000 == pytest.approx(0.95, abs=0.03)
+    assert sum(draws) / 2000 == pytest.approx(0.99, abs=0.01)
     assert sum(state.skips("fresh", seed=1, step=s) for s in range(2000)) / 2000 == pytest.approx(0.5, abs=0.04)
     assert not any(state.skips("new", seed=1, step=s) for s in range(200))
 

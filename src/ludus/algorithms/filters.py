@@ -13,6 +13,7 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ludus.algorithms.tensors import GroupedRewards, Tensor, check_shapes, check_share, group_rewards, select, torch
+from ludus.config.sections.curriculum import GresoConfig
 
 
 def zero_variance(*, rewards: Tensor | Sequence[float], group: Tensor | Sequence[int]) -> Tensor:
@@ -56,6 +57,8 @@ def variance_top_p(
 
 
 _NO_DEVIATION = 1e-10
+AUTHORS_GRESO = GresoConfig()
+"""The constants of the authors' code."""
 
 
 def _columns(rewards: Tensor | Sequence[float], group: Tensor | Sequence[int]) -> list[GroupedRewards]:
@@ -108,68 +111,64 @@ def rft(*, rewards: Sequence[float], keys: Sequence[Hashable], threshold: float 
     return torch.tensor(keep, dtype=torch.bool)
 
 
-GRESO_TARGET_EASY, GRESO_TARGET_HARD = 1 / 12, 1 / 6
-"""Target shares of easy and hard groups without variance: a quarter of the visited groups in total, as in the paper."""
-GRESO_CHANGE = 0.01
-"""Change of `p` after each step."""
-GRESO_FLOOR = 0.05
-"""Minimum probability of visiting a task."""
-
-
 @dataclass(frozen=True, slots=True)
 class Visit:
-    """A sampled group of a task: `zero_variance` if its rewards are equal, `easy` if they are also high."""
+    """A sampled group of a task: `zero_variance` if its rewards are equal; `success` is its mean success."""
 
     task: str
     zero_variance: bool
-    easy: bool = False
+    success: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)
 class GresoState:
     """`p` for easy and hard tasks, and each task's streak `z` of zero-variance visits.
 
-    A streak is positive if the last visit was easy, negative if it was hard; tasks without a streak are omitted.
-    `dataclasses.asdict` saves the state, `GresoState(**numbers)` restores it.
+    A streak is positive if the last visit was easy, otherwise negative, and `p_hard` applies; tasks without a streak
+    are omitted. `rule` has the constants.
     """
 
     p_easy: float = 0.5
     p_hard: float = 0.5
     streaks: Mapping[str, int] = field(default_factory=dict)
+    rule: GresoConfig = AUTHORS_GRESO
 
     def skip_probability(self, task: str) -> float:
-        """Return `1 - max(p^z, GRESO_FLOOR)`; 0 for a task without a streak."""
+        """Return `1 - max(p^z, rule.floor)`; 0 for a task without a streak."""
         streak = self.streaks.get(task, 0)
         p = self.p_easy if streak > 0 else self.p_hard
-        return 1 - max(p ** abs(streak), GRESO_FLOOR)
+        return 1 - max(p ** abs(streak), self.rule.floor)
 
     def skips(self, task: str, *, seed: int, step: int) -> bool:
         """Return whether a task is skipped at a step, by a seeded draw."""
         draw = random.Random(f"greso/{seed}/{step}/{task}").random()
         return draw < self.skip_probability(task)
 
-    def update(self, visits: Sequence[Visit]) -> GresoState:
+    def update(self, visits: Sequence[Visit], *, adapts: bool = True) -> GresoState:
         """Return the state after a step with the groups `visits`; unchanged if there are none.
 
-        `p_easy` falls by `GRESO_CHANGE` if the share of easy groups without variance reaches its target, else it
-        rises; likewise `p_hard`. Both stay within [0, 1].
+        If `adapts` (after the first epoch), `p_easy` falls by `rule.change` if the share of easy groups without
+        variance reaches its target, a third of `rule.target`, else it rises; likewise `p_hard`, with two thirds. Groups
+        between `rule.hard` and `rule.easy` count in neither share.
         """
         if not visits:
             return self
-        streaks = dict(self.streaks)
+        rule, streaks = self.rule, dict(self.streaks)
         for visit in visits:
             length = abs(streaks.pop(visit.task, 0)) + 1
             if visit.zero_variance:
-                streaks[visit.task] = length if visit.easy else -length
-        easy = sum(v.zero_variance and v.easy for v in visits) / len(visits)
-        hard = sum(v.zero_variance and not v.easy for v in visits) / len(visits)
+                streaks[visit.task] = length if visit.success >= rule.easy else -length
+        if not adapts:
+            return replace(self, streaks=streaks)
+        easy = sum(v.zero_variance and v.success >= rule.easy for v in visits) / len(visits)
+        hard = sum(v.zero_variance and v.success <= rule.hard for v in visits) / len(visits)
         return replace(
             self,
-            p_easy=_moved(self.p_easy, easy >= GRESO_TARGET_EASY),
-            p_hard=_moved(self.p_hard, hard >= GRESO_TARGET_HARD),
+            p_easy=_moved(self.p_easy, easy >= rule.target / 3, rule),
+            p_hard=_moved(self.p_hard, hard >= rule.target * 2 / 3, rule),
             streaks=streaks,
         )
 
 
-def _moved(p: float, too_many: bool) -> float:
-    return max(p - GRESO_CHANGE, 0.0) if too_many else min(p + GRESO_CHANGE, 1.0)
+def _moved(p: float, too_many: bool, rule: GresoConfig) -> float:
+    return max(p - rule.change, rule.min_p) if too_many else min(p + rule.change, rule.max_p)

@@ -1,12 +1,15 @@
-"""The metrics of a run so far, and values of a metric in them."""
+"""The metrics of a run so far, values of a metric in them, and the stages of its curriculum."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from itertools import islice
 from statistics import fmean
 from typing import Final
+
+from ludus.config.sections.curriculum import CurriculumConfig
 
 Row = Mapping[str, float]
 History = Sequence[Row]
@@ -53,6 +56,45 @@ class MetricsHistory:
     def rows(self) -> list[Row]:
         """The rows, oldest first."""
         return [*self._kept, *(row for row, _ in self._last)]
+
+
+STAGE: Final = "curriculum/stage"
+"""Metric: the stage of the curriculum in which a step was sampled, from 1."""
+GATE: Final = "curriculum/gate_success"
+"""Metric: the mean success that the gate of the stage compares."""
+
+
+@dataclass(frozen=True, slots=True)
+class PassedGate:
+    """The end of a stage of a curriculum after `step`, at the mean success of its last groups."""
+
+    stage: str
+    following: str
+    step: int
+    success: float
+    rule: str
+
+    def __str__(self) -> str:
+        return f"stage {self.stage} ended after step {self.step} at success {self.success:.3g} ({self.rule})"
+
+
+def passed_gates(rows: Iterable[tuple[int, Row]], settings: CurriculumConfig) -> list[PassedGate]:
+    """Return the gates that a run passed, from its metrics by step."""
+    found, before = list[PassedGate](), None
+    names, stages = list(settings.stages), list(settings.stages.values())
+    for step, row in rows:
+        if STAGE not in row:
+            continue
+        if before is not None and row[STAGE] > before[1][STAGE]:
+            number = int(before[1][STAGE])
+            stage = stages[number - 1] if stages else None
+            least = settings.success if stage is None or stage.success is None else stage.success
+            most = (stage.steps if stage is not None else None) or settings.steps
+            rule = f"success > {least:g} over {settings.groups} groups" + (f", or {most} steps" if most else "")
+            own, following = (names[number - 1], names[number]) if names else (str(number), str(number + 1))
+            found.append(PassedGate(own, following, before[0], before[1][GATE], rule))
+        before = (step, row)
+    return found
 
 
 def last_values(history: History, name: str, steps: int) -> list[float]:

@@ -210,6 +210,13 @@ class World(ABC):
         """Return a dialogue that solves the task, always the same, or None."""
         return None
 
+    def variant(self, task: Task, rng: random.Random) -> Task | None:
+        """Return a new training task like `task`, drawn with `rng` alone, or None; its identifier is replaced.
+
+        It must not equal a task of another split.
+        """
+        return None
+
     def paraphrases(self, task: Task) -> Sequence[str]:
         """Return texts that are as correct as the expert's answer, to audit the verifier."""
         return ()

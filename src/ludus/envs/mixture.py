@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import itertools
 import math
+import random
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
@@ -322,6 +323,11 @@ class MixedWorld(World):
     def expert(self, task: Task) -> Demonstration | None:
         member = self.member_of(task)
         return member.world.expert(member.own(task))
+
+    def variant(self, task: Task, rng: random.Random) -> Task | None:
+        member = self.member_of(task)
+        made = member.world.variant(member.own(task), rng)
+        return None if made is None else member.mixed(made)
 
     def paraphrases(self, task: Task) -> Sequence[str]:
         member = self.member_of(task)

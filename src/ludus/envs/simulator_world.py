@@ -211,6 +211,8 @@ class SimulatorWorld(World):
     rewards: Sequence[Reward] = field(default=SIMULATOR_REWARDS)
     has_expert: bool = True
     emits_turn_rewards: bool = True
+    vary: Callable[[Task, random.Random], Task | None] | None = None
+    """Function that returns a new task with the parameters of another one, as `variant`."""
 
     @property
     def splits(self) -> Sequence[str]:
@@ -224,7 +226,9 @@ class SimulatorWorld(World):
 
     def implements(self, method: str) -> bool:
         """Return whether an optional method is available: scripted episodes need an expert."""
-        return super().implements(method) and (self.has_expert or method not in ("demonstrations", "expert"))
+        lacks: tuple[str, ...] = () if self.has_expert else ("demonstrations", "expert")
+        lacks += ("variant",) if self.vary is None else ()
+        return super().implements(method) and method not in lacks
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """Yield the expert's episodes on training tasks, with random actions in between; families in equal parts."""
@@ -244,6 +248,10 @@ class SimulatorWorld(World):
         simulator = self.make(task)
         shown = play_expert(task, simulator)
         return shown if simulator.success == 1 else None
+
+    def variant(self, task: Task, rng: random.Random) -> Task | None:
+        """Return a new task by `vary`."""
+        return None if self.vary is None else self.vary(task, rng)
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
         """Return an episode that claims success, and one of empty messages."""

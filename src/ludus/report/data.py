@@ -18,6 +18,7 @@ from ludus.config.load import load_config
 from ludus.config.schema import Config
 from ludus.config.toml import flat_settings
 from ludus.diagnostics.alarms import alarms_by_step
+from ludus.diagnostics.history import passed_gates
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import UserError
 from ludus.evaluation.comparison import StoredEvaluation, compare, load_stored, paired_verdict
@@ -242,6 +243,15 @@ def _settings_table(runs: Sequence[ReportedRun]) -> ReportTable:
     return ReportTable("Configured differently", ("setting", *(run.name for run in runs)), rows)
 
 
+def _gate_table(runs: Sequence[ReportedRun]) -> ReportTable:
+    passed = (
+        (run.name, one) for run in runs for one in passed_gates(run.metrics.items(), run.config.training.curriculum)
+    )
+    rows = tuple((name, g.stage, g.following, str(g.step), f"{g.success:.3f}", g.rule) for name, g in passed)
+    columns = ("run", "stage", "next stage", "last step", "success", "gate")
+    return ReportTable("Gates of the curriculum", columns, rows)
+
+
 def _mean_parts(records: Sequence[RolloutRecord]) -> dict[str, float]:
     """Return the mean of each reward part over the records that have it."""
     values: dict[str, list[float]] = defaultdict(list)
@@ -290,6 +300,7 @@ def summary_tables(runs: Sequence[ReportedRun]) -> list[ReportTable]:
     findings = ((run.name, f.severity, f.topic, f.text, f.remedy) for run in runs for f in run.findings)
     columns = ("run", "severity", "topic", "evidence", "remedy")
     tables = [_heading(runs), ReportTable("Findings", columns, tuple(findings)), _evaluation_table(runs)]
+    tables += [gates] if (gates := _gate_table(runs)).rows else []
     return tables + ([_comparison_table(runs), _settings_table(runs)] if len(runs) > 1 else [])
 
 

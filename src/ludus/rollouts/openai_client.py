@@ -26,7 +26,7 @@ from ludus.envs.base import World
 from ludus.errors import ConfigError, EngineError, UserError
 from ludus.images import to_openai
 from ludus.rollouts.episode import ChatSession
-from ludus.rollouts.scheduler import ChatSessionFactory, RolloutRequest, SamplingPlan, rollout_for, sampling_params
+from ludus.rollouts.scheduler import ChatSessionFactory, RolloutRequest, SamplingPlan, rollout_of, sampling_params
 from ludus.tools.base import Tool, ToolSchema
 from ludus.types import JSON, Action, CallError, Message, MessageToolCall, SamplingParams, Segment, StopReason, ToolCall
 from ludus.untrusted.replies import bounded_client
@@ -391,7 +391,7 @@ def endpoint_chat_factory(
 
     def make_chat(request: RolloutRequest) -> ChatSession:
         key = request.key
-        settings = rollout if world is None else rollout_for(world, rollout, request.task)
+        settings = rollout if world is None else rollout_of(world, rollout, request)
         return OpenAIChatSession(
             endpoint=endpoint,
             params=sampling_params(settings, plan.temperature),

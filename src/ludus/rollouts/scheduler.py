@@ -121,12 +121,16 @@ class LockstepEngine:
 
 @dataclass(frozen=True, slots=True)
 class RolloutRequest:
-    """Request for one episode; a greedy one has temperature 0. `notes` are those of earlier episodes of its task."""
+    """Request for one episode; a greedy one has temperature 0. `notes` are those of earlier episodes of its task.
+
+    `limits` are smaller values of `max_turns` and `max_seq_len` than those of the run.
+    """
 
     key: RolloutKey
     task: Task
     greedy: bool = False
     notes: Mapping[str, str] = field(default_factory=dict, compare=False)
+    limits: Mapping[str, int] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -299,7 +303,7 @@ class Scheduler:
     async def _run_path(self, request: RolloutRequest, recorded: tuple[Segment, ...], number: int) -> Trajectory:
         """Run a path of the episode's tree; path 0 is the trunk, or the whole episode without branches."""
         environment = fresh_environment(self.world, request.task)
-        limits = self.limits_of(request.task) if self.limits_of else rollout_for(self.world, self.rollout, request.task)
+        limits = self.limits_of(request.task) if self.limits_of else rollout_of(self.world, self.rollout, request)
         if self.agents is not None and self.rollout.agent.is_set:
             environment = ExternalAgent(environment, self.rollout.agent, self.agents.offers)
         notes = notes_of(limits.notes, request.notes)
@@ -369,6 +373,15 @@ def rollout_for(world: World, rollout: RolloutConfig, task: Task) -> RolloutConf
     return world.rollout_of(task) or rollout
 
 
+def rollout_of(world: World, rollout: RolloutConfig, request: RolloutRequest) -> RolloutConfig:
+    """Return the rollout settings of a request: those of its task, within its own limits."""
+    settings = rollout_for(world, rollout, request.task)
+    if not request.limits:
+        return settings
+    of_task = settings.model_dump(include={*request.limits})
+    return settings.model_copy(update={name: min(most, of_task[name]) for name, most in request.limits.items()})
+
+
 def engine_scheduler(
     world: World, engine: Engine, renderer: Renderer, rollout: RolloutConfig, plan: SamplingPlan, ledger: Ledger
 ) -> Scheduler:
@@ -379,7 +392,7 @@ def engine_scheduler(
         renderer.guide(())
 
     def make_chat(request: RolloutRequest) -> ChatSession:
-        key, settings = request.key, rollout_for(world, rollout, request.task)
+        key, settings = request.key, rollout_of(world, rollout, request)
         session = EngineChatSession(
             engine=lockstep or engine,
             renderer=renderer,

@@ -155,7 +155,7 @@ def test_priority_replay_prefers_groups_with_largest_leaf_deviation():
 
 
 def test_group_with_differing_leaf_rewards_counts_towards_the_batch():
-    sampler = SimpleNamespace(algorithm=PRESETS["dapo"], reward_mixer=None)
+    sampler = SimpleNamespace(algorithm=PRESETS["dapo"], reward_mixer=None, curriculum=None)
     stream = PromptStream(sampler, TaskOrder([Task("a", (), None)], 0), 1)
     assert stream.counts(of_two("split", (1.0, 0.0, 0.5), (1.0, 0.0, 0.5)))
     assert not stream.counts(of_two("flat", (0.5,) * 3, (0.5,) * 3))

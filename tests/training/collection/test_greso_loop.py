@@ -70,14 +70,17 @@ def test_streaks_record_too_easy_and_too_hard_groups():
     lost = replace(broken[0].trajectory, failure=Failure("engine", "gone", 3))
     groups = [
         scored("easy", (1.0,) * 4),
-        scored("hard", (0.2,) * 4),
+        scored("hard", (0.1,) * 4),
+        scored("between", (0.5,) * 4),
         scored("good", (1.0, 0.0, 0.0, 0.0)),
         [replace(broken[0], trajectory=lost), *broken[1:]],
     ]
     start = AlgorithmState(greso=GresoState(streaks={"hard": -1, "good": 3}))
     after = record_greso_visits(start, assign_credit(groups, PRESETS["grpo"]), "right", PRESETS["grpo"]).greso
-    assert after.streaks == {"easy": 1, "hard": -2}
+    assert after.streaks == {"easy": 1, "hard": -2, "between": -1}
     assert (after.p_easy, after.p_hard) == (0.49, 0.49)
+    early = record_greso_visits(start, assign_credit(groups, PRESETS["grpo"]), "right", PRESETS["grpo"], epoch=1)
+    assert (early.greso.streaks, early.greso.p_easy) == (after.streaks, 0.5)
 
 
 @pytest.mark.parametrize(("size", "per_step"), [(3, 3), (4, 3), (7, 3), (12, 4)])
@@ -119,7 +122,7 @@ def test_greso_run_skips_tasks_and_resumes_with_its_streaks(tmp_path):
             else:
                 train(open_session(settings), RunFolder(folder), reporter)
                 assert [m["greso/skipped"] > 0 for _, m in reporter.steps] == [False, False, True]
-                assert reporter.steps[-1][1]["greso/p_hard"] == pytest.approx(0.47)
+                assert reporter.steps[-1][1]["greso/p_hard"] == pytest.approx(0.49)
     assert main(["train", "--resume", str(cut)]) == 0
     first, second = lasting_files(whole), lasting_files(cut)
     assert [name for name in first if first[name] != second.get(name)] == []

@@ -64,6 +64,24 @@ def test_priority_order_replays_highest_variance_first():
     assert [draw(replay, step) for step in (1, 2, 3, 4)] == [["t1"], ["t2"], ["t3"], ["t0"]]
 
 
+def test_only_groups_with_a_success_of_medium_confidence_enter_the_buffer():
+    def scored(number, logprobs):
+        found = group(number, 0)
+        for i, sample in enumerate(found):
+            one = sample.episode.trajectory
+            action = replace(one.segments[0], logprobs=logprobs)
+            played = replace(one, segments=(action,), rewards={"right": one.reward})
+            found[i] = replace(sample, episode=replace(sample.episode, trajectory=played))
+        return found
+
+    replay = ReplayBuffer(ReplayConfig(share=0.5, max_age=99, confidence=[0.5, 0.95]), 1, "right")
+    for number, logprobs in enumerate([(-0.01, -0.01), (-0.1, -0.3), (-0.6, -0.9), (-0.7, -0.7)]):
+        replay.add(scored(number, logprobs))  # 0.99, 0.82, 0.47, 0.497
+    failed = group(4, 0, (0.0, 0.0))
+    replay.add(failed)
+    assert [draw(replay, step) for step in (1, 2)] == [["t1"], []]
+
+
 def test_full_buffer_evicts_and_counts_the_oldest_groups():
     replay = buffer(size=2)
     for number in range(5):

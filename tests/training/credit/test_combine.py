@@ -149,6 +149,11 @@ def test_reward_model_score_is_a_separate_weighted_part():
     assert group[0].trajectory.rewards["reward_model"] == pytest.approx(0.75)
     assert group[0].trajectory.reward == pytest.approx(1 + 0.3 * 0.75)
     assert group[1].trajectory.rewards["reward_model"] == 0.0
+    one = judged("pointwise")
+    for threshold, label in ((0.7, 1.0), (0.8, 0.0)):
+        one.settings = one.settings.model_copy(update={"model_threshold": threshold})
+        (group,) = one.combine(1, [[episode(1, 0, 0)]])
+        assert group[0].trajectory.reward == pytest.approx(1 + 0.3 * label)
     (group,) = judged("pointwise", "gated").combine(1, [[episode(1, 0, 0), episode(0, 0, 0)]])
     assert [e.trajectory.reward for e in group] == pytest.approx([1.225, 0.0])
 
@@ -262,6 +267,7 @@ def test_ensemble_value_is_the_mean_minus_scaled_std():
         ({"model": ["a", "a"]}, "names a reward model twice"),
         ({"model": "a", "model_std_coef": 1.0}, "needs an ensemble"),
         ({"model_std_coef": 1.0}, "needs an ensemble"),
+        ({"model_threshold": 0.5}, "needs rewards.model"),
     ],
 )
 def test_invalid_ensemble_settings_are_rejected(settings, words):
@@ -314,7 +320,9 @@ def test_rewards_incompatible_with_the_advantage_are_rejected_early():
 def test_group_differing_only_in_length_rewards_counts_when_streaming():
     shaped = combiner(length={"kind": "linear", "target": 8, "cap": 0.1})
     stream = PromptStream(
-        SimpleNamespace(algorithm=PRESETS["dapo"], reward_mixer=shaped), TaskOrder([Task("t", (), None)], 0), 1
+        SimpleNamespace(algorithm=PRESETS["dapo"], reward_mixer=shaped, curriculum=None),
+        TaskOrder([Task("t", (), None)], 0),
+        1,
     )
     uneven, even = attempts((0.5,) * 4), attempts((0.5,) * 4)[::2]
     assert stream.counts(uneven)
@@ -331,7 +339,7 @@ def test_unweighted_part_does_not_make_a_group_count_when_streaming():
         for i, e in enumerate(attempts((0.5,) * 4))
     ]
     for own, counts in ((None, False), (combiner(weights={"form": 0.3}), True)):
-        sampler = SimpleNamespace(algorithm=PRESETS["dapo"], reward_mixer=own)
+        sampler = SimpleNamespace(algorithm=PRESETS["dapo"], reward_mixer=own, curriculum=None)
         assert PromptStream(sampler, TaskOrder([Task("t", (), None)], 0), 1).counts(group) == counts
     assert {c.reason for c in assign_credit([group], PRESETS["dapo"])} == {"zero_variance"}
 

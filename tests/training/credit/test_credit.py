@@ -264,7 +264,7 @@ def test_zero_variance_metric_equals_the_share_dropped_by_the_filter(name):
         session=SimpleNamespace(
             config=load_config("search"), world=SimpleNamespace(rewards=[Reward("right", len, outcome=True)])
         ),
-        collector_state=SimpleNamespace(partial={}),
+        collector_state=SimpleNamespace(partial={}, curriculum={}),
         untrained_counts={},
     )
     metrics = SyncTrainer.account(loop, 1, list(credits), {})

@@ -64,7 +64,7 @@ def test_replayed_groups_use_current_role_averages_without_updating_them():
     sampler = RolloutCollector(session, None, algorithm, None, Ledger())
     sampler.algorithm_state = AlgorithmState(RoleBaselines(means={("chess", "white"): 0.7}))
     replay = ReplayBuffer(ReplayConfig(share=0.5, max_age=9), 1)
-    replay.add(sampler.apply_batch_filters(assign_credit([played(FIRST, "a", role="white")], algorithm)))
+    replay.add(sampler.apply_batch_filters(assign_credit([played(FIRST, "a", role="white")], algorithm), 1))
     before = sampler.algorithm_state
     again = sampler.replay_samples(replay.draw(1, algorithm, 0, 1))
     expected, _ = with_role_baselines(again, "chess", before.averages)

@@ -16,6 +16,7 @@ from ludus.cli.ui.run_summary import curve_table, find_curves, mean_timings, spa
 from ludus.cli.ui.terminal import load_libraries, make_console, print_line, print_text
 from ludus.cli.ui.transcripts import print_record
 from ludus.config.schema import Config
+from ludus.diagnostics.history import passed_gates
 from ludus.diagnostics.trackers import METRICS_FILE, MetricsRow, read_metrics
 from ludus.envs.registry import build_world
 from ludus.errors import UserError
@@ -58,6 +59,8 @@ def _print_overview(folder: RunFolder, config: Config, console: Console) -> None
     means = mean_timings(timings)
     for text in filter(None, [summary.format_ledger(rows), summary.explain_loss(rows), summary.format_times(means)]):
         print_text(console, text)
+    for gate in passed_gates(((row.step, row.metrics) for row in rows), config.training.curriculum):
+        print_text(console, f"Curriculum: {gate}; next stage: {gate.following}.")
     alarms = summary.format_alarms(rows, config.run.alarms.actions)
     for text in filter(None, [*alarms, *(hint(means, config) for hint in HINTS)]):
         print_text(console, f"! {text}", "yellow")

@@ -111,6 +111,9 @@ class RewardsConfig(Section):
     """Ensembles: penalty on the disagreement of the models."""
     model_weight: float = Field(0.2, ge=0)
     """Weight of the part reward_model."""
+    model_threshold: float | None = Field(None, gt=0, le=1)
+    """The part reward_model is 1 from this probability on and otherwise 0 (WebRL's outcome model: 0.5); if unset, it is
+    the probability."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -118,6 +121,8 @@ class RewardsConfig(Section):
             raise ValueError("rewards.normalise_over needs rewards.normalise_by, which is unset")
         if self.model is not None and not self.models:
             raise ValueError("rewards.model is an empty list; name at least one reward model, or unset it")
+        if self.model_threshold is not None and not self.models:
+            raise ValueError("rewards.model_threshold needs rewards.model, which is unset")
         if len(set(self.models)) < len(self.models):
             raise ValueError("rewards.model names a reward model twice; members of an ensemble must differ")
         if self.model_std_coef and len(self.models) < 2:

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from ludus.config.sections.curriculum import CurriculumConfig
 from ludus.config.sections.section import OptimizerSection, Section
 
 
@@ -70,6 +71,7 @@ class TrainingConfig(OptimizerSection):
     sync_timeout_s: float = Field(300.0, gt=0)
     """Timeout of a weight update including the probe, seconds; then the run stops."""
     learner: LearnerConfig = LearnerConfig()
+    curriculum: CurriculumConfig = CurriculumConfig()
 
     @property
     def streams(self) -> bool:
@@ -96,6 +98,9 @@ class ReplayConfig(Section):
     max_age: int = Field(4, ge=1)
     """Maximum age in versions; a group with an older token is dropped and counted. Groups older than
     staleness.max_staleness train only under the off-policy correction."""
+    confidence: list[float] | None = Field(None, min_length=2, max_length=2)
+    """Keep only groups with a success whose mean action token probability when sampled (exp of the mean
+    log-probability) is above the first number and at most the second (WebRL: [0.5, 0.95]); if unset, all groups."""
     sources: list[str] = Field([])
     """Rollouts of other runs that are in the buffer from the start: run folders, checkpoints of runs (the rollouts up
     to their step), or files `step-*.jsonl.gz`. Rejected if their effective sample size under this policy is below

@@ -12,14 +12,18 @@ from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
+from statistics import fmean
 from typing import NamedTuple
 
 import torch
+from pydantic import TypeAdapter
 
 from ludus.algorithms.advantages.running_baselines import RoleBaselines
 from ludus.algorithms.algorithm import Algorithm, Need
-from ludus.algorithms.filters import GresoState, Visit, variance_top, variance_top_p
+from ludus.algorithms.curricula import CurriculumState
+from ludus.algorithms.filters import AUTHORS_GRESO, GresoState, Visit, variance_top, variance_top_p
 from ludus.config.schema import Config
+from ludus.config.sections.curriculum import GresoConfig
 from ludus.config.sections.training import StalenessConfig
 from ludus.diagnostics.alarms import MEAN_AGE
 from ludus.envs.base import TaskSequence
@@ -40,7 +44,8 @@ class AlgorithmState:
     `greso` is the state of GRESO and `position` its place in the task order. `initial_entropy` is the
     policy's mean entropy on the first batch, nats per token (`gtpo`). `untrained_tasks` are earlier tasks whose
     groups were not trained because the run left asynchronous mode. `untrained_counts` are counts of
-    `sample_metrics.count_untrained`. `opponents`: moving average of rewards against past versions.
+    `sample_metrics.count_untrained`. `opponents`: moving average of rewards against past versions. `curriculum` is the
+    state of `training.curriculum`.
     """
 
     averages: RoleBaselines = field(default_factory=RoleBaselines)
@@ -50,36 +55,40 @@ class AlgorithmState:
     untrained_tasks: tuple[str, ...] = ()
     untrained_counts: Mapping[str, int] = field(default_factory=dict)
     opponents: RoleBaselines = _NO_RESULTS
+    curriculum: CurriculumState = field(default_factory=CurriculumState)
 
     @classmethod
-    def start(cls, algorithm: Algorithm, text: str = "") -> AlgorithmState:
-        """Restore the state from `to_json`, or create an empty one; `decay` is the algorithm's."""
+    def start(cls, algorithm: Algorithm, text: str = "", rule: GresoConfig = AUTHORS_GRESO) -> AlgorithmState:
+        """Restore the state from `to_json`, or create an empty one; `decay` is the algorithm's, `rule` GRESO's."""
         saved = json.loads(text) if text else {}
         averages = RoleBaselines.from_json(saved["averages"]) if "averages" in saved else RoleBaselines()
         decay = algorithm.number("advantage", "decay") if algorithm.advantage_spec.has(Need.ROLE_BASELINES) else 0.95
         return cls(
             averages=replace(averages, decay=decay),
-            greso=GresoState(**saved.get("greso", {})),
+            greso=GresoState(**saved.get("greso", {}), rule=rule),
             position=saved.get("position", 0),
             initial_entropy=saved.get("initial_entropy"),
             untrained_tasks=tuple(saved.get("owed", ())),
             untrained_counts=saved.get("untrained_counts", {}),
             opponents=RoleBaselines.from_json(saved["opponents"]) if "opponents" in saved else _NO_RESULTS,
+            curriculum=TypeAdapter(CurriculumState).validate_python(saved.get("curriculum", {})),
         )
 
     def to_json(self) -> str:
-        parts = {"averages": self.averages.to_json(), "greso": asdict(self.greso), "position": self.position}
+        greso = {"p_easy": self.greso.p_easy, "p_hard": self.greso.p_hard, "streaks": self.greso.streaks}
+        parts = {"averages": self.averages.to_json(), "greso": greso, "position": self.position}
         optional = {
             "initial_entropy": self.initial_entropy,
             "owed": self.untrained_tasks or None,
             "untrained_counts": self.untrained_counts or None,
             "opponents": self.opponents.to_json() if self.opponents.means else None,
+            "curriculum": asdict(self.curriculum) if self.curriculum != CurriculumState() else None,
         }
         parts |= {name: value for name, value in optional.items() if value is not None}
         return json.dumps(parts, sort_keys=True)
 
 
-class GresoTasks(NamedTuple):
+class ChosenTasks(NamedTuple):
     """Tasks to sample, number of skipped tasks, and the state with its new position in the order."""
 
     tasks: tuple[Task, ...]
@@ -89,7 +98,7 @@ class GresoTasks(NamedTuple):
 
 def choose_tasks(
     order: TaskSequence, num: int, state: AlgorithmState, taken: Collection[str], *, seed: int, step: int
-) -> GresoTasks:
+) -> ChosenTasks:
     """Return the next `num` tasks that are neither skipped nor in `taken`; `seed` and `step` determine the draws.
 
     Scans at most one epoch, or until it finds a task outside `taken`, which does not cover all tasks. If all
@@ -110,24 +119,26 @@ def choose_tasks(
         (skipped if skips else chosen).append(task)
     if not chosen:
         chosen, skipped = skipped[:num], skipped[num:]
-    return GresoTasks(tuple(chosen), len(skipped), replace(state, position=position))
+    return ChosenTasks(tuple(chosen), len(skipped), replace(state, position=position))
 
 
 def record_greso_visits(
-    state: AlgorithmState, samples: Sequence[TrainingSample], success: str, algorithm: Algorithm
+    state: AlgorithmState, samples: Sequence[TrainingSample], success: str, algorithm: Algorithm, epoch: int = 0
 ) -> AlgorithmState:
-    """Return the state after the groups of a step; those that all solved by the part `success` are easy."""
+    """Return the state after the groups of a step, by their mean of the part `success`.
+
+    The base probabilities adapt after the first `epoch` tasks of the order.
+    """
     compared = [sample for sample in samples if sample.advantages is not None]
     if not compared:
         return state
     varied = varied_groups(compared, algorithm)
-    visits: dict[str, Visit] = {}
+    solved: dict[int, list[float]] = {}
     for sample in compared:
-        task = sample.episode.task.id
-        solved = sample.episode.trajectory.rewards.get(success, 0.0) >= 1
-        before = visits.get(task, Visit(task, not varied[sample.group], easy=True))
-        visits[task] = replace(before, easy=before.easy and solved)
-    return replace(state, greso=state.greso.update(list(visits.values())))
+        solved.setdefault(sample.group, []).append(sample.episode.trajectory.rewards.get(success, 0.0))
+    tasks = {sample.group: sample.episode.task.id for sample in compared}
+    visits = [Visit(tasks[group], not varied[group], fmean(values)) for group, values in solved.items()]
+    return replace(state, greso=state.greso.update(visits, adapts=state.position >= epoch))
 
 
 def filter_low_variance(samples: Sequence[TrainingSample], algorithm: Algorithm) -> list[TrainingSample]:

@@ -118,7 +118,7 @@ def read_episode(data: object, task: Task, greedy: bool) -> Episode:
 class PromptStream:
     """Stream of groups: group `n` uses task `n` of the order; each step has `per_step` groups.
 
-    With GRESO it is the next task that is neither skipped nor recent; `before` are the recent ones of a
+    With GRESO or a curriculum it is the next chosen task that is not recent; `before` are the recent ones of a
     resumed run. `spare` extra members are sampled per group. `begin_step` starts the failure budget of a step.
     """
 
@@ -132,11 +132,13 @@ class PromptStream:
     _uncounted: int = field(default=0, init=False)
 
     def __post_init__(self) -> None:
-        num_recent = min(2 * self.per_step, len(self.order.tasks) // 2)
+        curriculum = self.collector.curriculum
+        num_tasks = len(self.order.tasks) if curriculum is None else curriculum.min_tasks
+        num_recent = min(2 * self.per_step, num_tasks // 2)
         self._recent = deque(self.before, max(num_recent, self.per_step - 1))  # no task occurs twice in a step
 
     def requests(self, number: int) -> Sequence[RolloutRequest]:
-        if self.collector.algorithm.greso:
+        if self.collector.chooses_tasks:
             step = self._step(number)
             (task,) = self.collector.choose_tasks(step, self.order, 1, set(self._recent))
         else:
@@ -151,10 +153,10 @@ class PromptStream:
 
     def free(self, number: int, groups: Sequence[StreamedGroup]) -> int:
         """Return the first number from `number` on whose rollout keys do not collide with these, of other settings."""
-        greso, first = self.collector.algorithm.greso, [group.requests[0].key for group in groups]
+        chooses, first = self.collector.chooses_tasks, [group.requests[0].key for group in groups]
         numbered = [(key, group.number) for key, group in zip(first, groups, strict=True)]
         same_steps = all(key.step == self._step(n) for key, n in numbered)
-        if same_steps and (greso or all(key.task_id == self.order.take(n, 1)[0].id for key, n in numbered)):
+        if same_steps and (chooses or all(key.task_id == self.order.take(n, 1)[0].id for key, n in numbered)):
             return number
         return max(number, *(key.step * self.per_step for key in first))
 

@@ -8,6 +8,7 @@ metrics. The buffer is part of the checkpoint.
 from __future__ import annotations
 
 import json
+import math
 import re
 import statistics
 from collections import Counter
@@ -59,6 +60,8 @@ class ReplayBuffer:
 
     config: ReplayConfig
     groups_per_step: int
+    success: str = ""
+    """Outcome part of `config.confidence`."""
     counts: Counter[str] = field(default_factory=Counter, init=False)
     """Groups since the start or resume, by name in the metrics.
 
@@ -79,7 +82,16 @@ class ReplayBuffer:
         if not self.config.share:
             return
         trained = {c.group for c in samples if c.outcome is RolloutOutcome.TRAINED and not c.replayed}
+        if self.config.confidence is not None:
+            trained &= {c.group for c in samples if self._is_confident(c.episode)}
         self._add_groups(c for c in samples if c.group in trained and not c.replayed and not c.expert)
+
+    def _is_confident(self, episode: Episode) -> bool:
+        """Return whether an episode succeeded with a confidence in the band."""
+        low, high = self.config.confidence or (0.0, 1.0)
+        logprobs = [value for s in episode.trajectory.segments for value in s.logprobs]
+        confidence = math.exp(statistics.fmean(logprobs)) if logprobs else 0.0
+        return episode.trajectory.rewards.get(self.success, 0.0) >= 1 and low < confidence <= high
 
     def _add_groups(self, samples: Iterable[TrainingSample]) -> int:
         """Add the groups of the samples and return their number."""

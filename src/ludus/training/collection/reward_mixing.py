@@ -99,14 +99,28 @@ def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[RewardPart, .
     return parts
 
 
+def _has_stage_weights(config: Config) -> bool:
+    return any(stage.weights for stage in config.training.curriculum.stages.values())
+
+
+def plan_stages(config: Config, rewards: Sequence[Reward]) -> tuple[tuple[RewardPart, ...], ...]:
+    """Return the parts of each configured stage of the curriculum, with its weights. Raises as `plan_parts`."""
+    planned = []
+    for stage in config.training.curriculum.stages.values():
+        own = config.rewards.model_copy(update={"weights": config.rewards.weights | stage.weights})
+        planned.append(plan_parts(config.model_copy(update={"rewards": own}), rewards))
+    return tuple(planned)
+
+
 def check_reward_settings(config: Config, world: World) -> None:
     """Validate the reward settings before anything is written. Raises UserError."""
     settings, algorithm = config.rewards, resolve(config.algorithm)
     parts = training_parts(settings, world.rewards)
     check_binary_rewards(algorithm, settings, parts)
-    if settings.is_default:
+    if settings.is_default and not _has_stage_weights(config):
         return
     plan_parts(config, parts)
+    plan_stages(config, parts)
     if settings.rewards_turns and not algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS):
         name = "turns" if settings.turns else "turn_verifier_weight"
         raise ConfigError(
@@ -166,7 +180,7 @@ def make_reward_mixer(session: TrainingSession, algorithm: Algorithm) -> RewardM
     """Build the reward mixer, None for default settings. Raises UserError for a reward model of another vocabulary."""
     config = session.config
     settings = config.rewards
-    if settings.is_default:
+    if settings.is_default and not _has_stage_weights(config):
         return None
     for path in settings.models:
         vocabulary = load_tokenizer(str(find_reward_model(Path(path))[0]), needs_template=False).get_vocab()
@@ -198,9 +212,11 @@ async def add_extra_parts(
 def build_reward_mixer(config: Config, world: World, takes_turns: bool) -> RewardMixer:
     """Build the configured reward mixer; loads the reward model if there is one."""
     settings, models = config.rewards, config.rewards.models
+    parts = training_parts(settings, world.rewards)
     return RewardMixer(
         settings=settings,
-        parts=plan_parts(config, training_parts(settings, world.rewards)),
+        parts=plan_parts(config, parts),
+        stage_parts=plan_stages(config, parts),
         adds=has_extra_rewards(settings),
         microbatch_tokens=config.training.microbatch_tokens,
         takes_turns=takes_turns,
@@ -222,7 +238,14 @@ class RewardMixer:
     takes_turns: bool = False
     model: RewardEnsemble | None = None
     adds: bool = False
+    stage_parts: Sequence[tuple[RewardPart, ...]] = ()
+    """The parts in each stage of the curriculum; empty without stages."""
     moments: DomainMoments = field(default_factory=DomainMoments)
+
+    def in_stage(self, stage: int) -> RewardMixer:
+        """Return this mixer with the weights of a stage of the curriculum."""
+        self.parts = self.stage_parts[: stage + 1][-1] if self.stage_parts else self.parts
+        return self
 
     def restore(self, moments: str) -> None:
         """Restore `moments.to_json()`; does nothing for an empty text."""
@@ -355,7 +378,8 @@ class RewardMixer:
     def _set_model_part(self, trajectory: Trajectory, judgement: RewardPrediction, step: int) -> Trajectory:
         """Set the part to the mean value; turn rewards sum to the weight times that mean."""
         part, values = self.parts[-1], judgement.values
-        rewards = {MODEL_PART: sum(values) / len(values) if values else 0.0}
+        mean, threshold = sum(values) / len(values) if values else 0.0, self.settings.model_threshold
+        rewards = {MODEL_PART: mean if threshold is None else float(mean >= threshold)}
         if len(self.settings.models) > 1:
             rewards[MODEL_STD] = judgement.std
         updated = replace(trajectory, rewards={**trajectory.rewards, **rewards})

@@ -23,6 +23,7 @@ from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollouts.partial import PartialRollouts
 from ludus.rollouts.reward_executor import RewardFault
 from ludus.rollouts.scheduler import CANCELLED, Attempt, Episode, FailureBudget, RolloutRequest, SamplingPlan, Scheduler
+from ludus.training.collection.curriculum import Curriculum
 from ludus.training.collection.demonstrations import Demonstrations
 from ludus.training.collection.filters import (
     AlgorithmState,
@@ -60,13 +61,14 @@ class RemoteSampler(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class CollectorState:
-    """State of a collector: algorithm state, skipped tasks, reward moments, and partial rollouts."""
+    """State of a collector: algorithm state, skipped tasks, reward moments, partial rollouts, curriculum metrics."""
 
     algorithm_state: AlgorithmState
     skipped: int
     moments: str
     waiting: tuple[StreamedGroup, ...] = ()
     partial: Mapping[str, float] = field(default_factory=dict)
+    curriculum: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass
@@ -84,10 +86,13 @@ class RolloutCollector:
     remote: RemoteSampler | None = None
     opponents: OpponentPool | None = None
     notes: TaskNotes | None = None
+    curriculum: Curriculum | None = None
     partial: PartialRollouts | None = field(default=None, init=False)
     """Unfinished episodes, if a step has a budget."""
     skipped: int = field(default=0, init=False)
     """Number of tasks that GRESO skipped for the current step."""
+    curriculum_metrics: Mapping[str, float] = field(default_factory=dict, init=False)
+    """Metrics of the curriculum after the newest batch."""
     _with_parts: set[RolloutKey] = field(default_factory=set, init=False)
     """Keys of episodes that have the extra reward parts but no credit yet."""
     _warned_short: bool = field(default=False, init=False)
@@ -104,10 +109,14 @@ class RolloutCollector:
     @property
     def state(self) -> CollectorState:
         moments = "" if self.reward_mixer is None else self.reward_mixer.moments.to_json()
-        if self.partial is None:
-            return CollectorState(self.algorithm_state, self.skipped, moments)
-        waiting, partial = self.partial.waiting(), self.partial.metrics()
-        return CollectorState(self.algorithm_state, self.skipped, moments, waiting, partial)
+        waiting, partial = ((), {}) if self.partial is None else (self.partial.waiting(), self.partial.metrics())
+        state = self.algorithm_state
+        return CollectorState(state, self.skipped, moments, waiting, partial, self.curriculum_metrics)
+
+    @property
+    def chooses_tasks(self) -> bool:
+        """Whether the tasks of a step depend on the state, instead of the position in the order alone."""
+        return self.algorithm.greso or self.curriculum is not None
 
     def start(self, waiting: Sequence[StreamedGroup] = ()) -> None:
         """Build the scheduler, enable step budgets if configured, and continue the `waiting` episodes."""
@@ -139,7 +148,7 @@ class RolloutCollector:
             await self.opponents.begin_step(step, self.algorithm_state.opponents)
         for number in range(rounds):
             wanted = num_tasks - num_training_groups(samples)
-            if self.algorithm.greso:
+            if self.chooses_tasks:
                 taken = {c.episode.task.id for c in samples} | self.ledger.trained_ahead(step)
                 tasks = self.choose_tasks(step, order, wanted, taken)
             else:
@@ -159,7 +168,7 @@ class RolloutCollector:
             self.algorithm_state = replace(self.algorithm_state, opponents=results)
         if self.notes is not None:
             self.notes.add(step, rolled_out)
-        return self.apply_batch_filters(self.normalize_batch(samples))
+        return self.apply_batch_filters(self.normalize_batch(samples), step)
 
     def _replace_trained(self, step: int, tasks: Sequence[Task], order: TaskSequence) -> Sequence[Task]:
         """Replace tasks with trained groups by `untrained_tasks`, or else by the first ones outside the step."""
@@ -192,8 +201,11 @@ class RolloutCollector:
             )
 
     def choose_tasks(self, step: int, order: TaskSequence, wanted: int, taken: set[str]) -> Sequence[Task]:
-        seed = self.session.config.run.seed
-        chosen = choose_tasks(order, wanted, self.algorithm_state, taken, seed=seed, step=step)
+        seed, state = self.session.config.run.seed, self.algorithm_state
+        if self.curriculum is not None:
+            chosen = self.curriculum.choose(order, wanted, state, taken, step)
+        else:
+            chosen = choose_tasks(order, wanted, state, taken, seed=seed, step=step)
         self.algorithm_state = chosen.state
         self.skipped += chosen.skipped
         return chosen.tasks
@@ -223,7 +235,8 @@ class RolloutCollector:
         members = self.algorithm.group_size + spare
         notes = {} if self.notes is None else self.notes.of(task.id)
         keys = [RolloutKey(step, task.id, i) for i in range(self.group_size + spare)]
-        return [RolloutRequest(key, task, key.sample >= members, notes) for key in keys]
+        limits = {} if self.curriculum is None else self.curriculum.limits(self.algorithm_state.curriculum)
+        return [RolloutRequest(key, task, key.sample >= members, notes, limits) for key in keys]
 
     def _make_scheduler(self, rollout: RolloutConfig, plan: SamplingPlan, ledger: Ledger) -> Scheduler:
         """Return a scheduler in this process or on remote workers, which do not run in lockstep."""
@@ -239,7 +252,8 @@ class RolloutCollector:
         if self.demonstrations is not None:
             groups = await self.demonstrations.join(step, groups)
         if self.reward_mixer is not None:
-            groups = self.reward_mixer.combine(step, await self._add_extra_parts(groups))
+            stage = self.algorithm_state.curriculum.stage
+            groups = self.reward_mixer.in_stage(stage).combine(step, await self._add_extra_parts(groups))
         return assign_credit(groups, self.algorithm, self.overlong_limit, first_group)
 
     async def _add_extra_parts(self, groups: Sequence[Sequence[Episode]]) -> Sequence[Sequence[Episode]]:
@@ -294,11 +308,16 @@ class RolloutCollector:
         updated = [replace(c, episode=one) for c, one in zip(samples, episodes, strict=True)]
         return recompute_samples(updated, self.algorithm, self.overlong_limit)
 
-    def apply_batch_filters(self, samples: list[TrainingSample]) -> list[TrainingSample]:
+    def apply_batch_filters(self, samples: list[TrainingSample], step: int) -> list[TrainingSample]:
         """Apply the filters and state updates that need all groups of a step."""
+        if self.curriculum is not None:
+            before = self.algorithm_state.curriculum
+            after, self.curriculum_metrics = self.curriculum.record(before, samples, step)
+            self.algorithm_state = replace(self.algorithm_state, curriculum=after)
         if self.algorithm.greso:
             success = self.session.world.rewards[0].name
-            self.algorithm_state = record_greso_visits(self.algorithm_state, samples, success, self.algorithm)
+            epoch = len(self.session.world.tasks("train"))
+            self.algorithm_state = record_greso_visits(self.algorithm_state, samples, success, self.algorithm, epoch)
         if self.algorithm.advantage_spec.has(Need.ROLE_BASELINES):
             samples, averages = with_role_baselines(samples, self.session.world.name, self.algorithm_state.averages)
             self.algorithm_state = replace(self.algorithm_state, averages=averages)

@@ -82,7 +82,7 @@ class AsyncTrainer:
         engine, rolls = trainer.engine, not staleness.in_flight_weight_updates
         engines = engine if rolls and isinstance(engine, SupportsRollingUpdate) and engine.can_roll else None
         thread = LearnerThread(torch.get_num_threads())
-        replay = ReplayBuffer(staleness.replay, prompts)
+        replay = ReplayBuffer(staleness.replay, prompts, trainer.session.world.rewards[0].name)
         async_trainer = cls(trainer, stream, source, thread, limit, replay, engines)
         text = load_text(checkpoint_path(trainer.folder.checkpoints, done), REPLAY_FILE) if done else None
         tasks_by_id = {task.id: task for task in order.tasks}
@@ -164,7 +164,7 @@ class AsyncTrainer:
         samples = collector.normalize_batch(await collector.make_samples(step, groups))
         if staleness.on_stale == "replay":
             samples = self.replay.take_stale(samples, step, staleness.max_staleness)
-        samples = collector.apply_batch_filters(samples)
+        samples = collector.apply_batch_filters(samples, step)
         self.trainer.collector_state = collector.state
         self.source.begin_step()
         if self.replay.config.sources:

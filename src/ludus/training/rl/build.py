@@ -34,6 +34,7 @@ from ludus.training.collection.opponents import OpponentPool
 from ludus.training.collection.prompt_stream import STREAM_FILE, WAITING_FILE, PromptStream, StreamState
 from ludus.training.collection.reward_mixing import make_reward_mixer
 from ludus.training.collection.rollout_collector import RemoteSampler, RolloutCollector
+from ludus.training.collection.task_categories import PERPLEXITY_FILE, make_curriculum, perplexities
 from ludus.training.collection.task_notes import NOTES_FILE, TaskNotes
 from ludus.training.datasets.token_limits import rollout_warnings
 from ludus.training.distributed.collectives import Collectives, broadcast_weights
@@ -155,7 +156,11 @@ def build_trainer(
     has_waiting = path is not None and (path / "trainer" / WAITING_FILE).is_file()
     spanning = config.training.streams or config.rollout.partial.is_set or has_waiting
     ledger = Ledger(spanning=spanning)
-    state = AlgorithmState.start(algorithm)
+    measured = perplexities(session, folder.path / PERPLEXITY_FILE)
+    state, rule = (
+        AlgorithmState.start(algorithm, rule=config.training.curriculum.greso),
+        config.training.curriculum.greso,
+    )
     engine = None if remote is None else remote.engine()
     if ranks.world_size > 1:  # before the weights are sharded
         engine = engine or make_engine(session)
@@ -165,7 +170,7 @@ def build_trainer(
     if stored is not None:
         check_reference_digests(stored.reference_digests, parts.reference_digests, session)
         ledger = Ledger.restore(stored.ledger, spanning=spanning)
-        state = AlgorithmState.start(algorithm, stored.algorithm_state)
+        state = AlgorithmState.start(algorithm, stored.algorithm_state, rule)
         control = control.restored(stored.kl)
         if reward_mixer is not None:
             reward_mixer.restore(stored.reward_moments)
@@ -183,7 +188,8 @@ def build_trainer(
     changed = Adjustments() if stored is None else stored.adjustments
     step = TrainStep(session, parts.learner, control, ledger, parts.value_model, max_age, warmup, entropy, changed)
     extra = reward_mixer, demonstrations, remote, make_opponents(session, folder), make_notes(config, folder, done)
-    collector = RolloutCollector(session, engine, algorithm, reporter, ledger, state, *extra)
+    curriculum = make_curriculum(config, session.world, measured)
+    collector = RolloutCollector(session, engine, algorithm, reporter, ledger, state, *extra, curriculum)
     trainer = SyncTrainer(
         session=session,
         folder=folder,

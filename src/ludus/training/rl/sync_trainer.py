@@ -298,7 +298,7 @@ class SyncTrainer(EvaluatedTrainer):
             greso = self.collector_state.algorithm_state.greso
             metrics |= {"greso/skipped": float(self.collector_state.skipped)}
             metrics |= {"greso/p_easy": greso.p_easy, "greso/p_hard": greso.p_hard}
-        return metrics | dict(self.collector_state.partial)
+        return metrics | dict(self.collector_state.partial) | dict(self.collector_state.curriculum)
 
     async def end_step(
         self,

@@ -30,6 +30,7 @@ from ludus.tools.notes import Notes, notes_tools
 from ludus.training.collection.replay_buffer import check_sources
 from ludus.training.collection.reward_mixing import check_reward_settings, reward_warnings
 from ludus.training.collection.rollout_collector import max_waits_of
+from ludus.training.collection.task_categories import check_curriculum
 from ludus.training.credit.roles import ROLE, is_proposer
 from ludus.training.datasets.token_limits import check_prompts
 from ludus.training.rl.sync_trainer import task_order
@@ -95,6 +96,7 @@ def check_settings(config: Config, world: World) -> None:
     check_engine(config)
     check_evaluation(config, world)
     task_order(config, world)
+    check_curriculum(config, world, algorithm)
     check_reward_settings(config, world)
 
 

@@ -134,6 +134,16 @@ class MathWorld(SandboxWorld):
             return None
         return self._shown(task.truth.problem, solve(task.truth.problem, self.settings.tool))
 
+    def variant(self, task: Task, rng: random.Random) -> Task | None:
+        """Return another generated training problem of the topic and level, which is not in the train split."""
+        if not (self._generated and isinstance(task.truth, Solution)):
+            return None
+        problem, lines = task.truth.problem, partial(read_lines, "math", seed=self.settings.seed)
+        known = {one.prompt[-1]["content"] for one in self.tasks("train")}
+        others = read_problems("train", (problem.level,), (problem.topic,), lines)
+        free = [one for one in others if one.question not in known]
+        return as_task(rng.choice(free), "train", 0) if free else None
+
     def difficulty_report(self) -> str:
         """Return the difficulty report; empty for problems of a user's file or of reasoning-gym."""
         return shipped_report(self, self.settings == MathSettings()) if self._generated else ""

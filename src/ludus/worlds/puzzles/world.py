@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from typing import Final, Literal, get_args
 
@@ -72,7 +73,21 @@ def make_puzzles_world(settings: Mapping[str, object], limits: ToolLimits) -> Si
     rng = random.Random(f"puzzles:{chosen.seed}")
     for tasks in lists.values():
         rng.shuffle(tasks)
-    return SimulatorWorld("puzzles", lists, partial(make_puzzle, settings=chosen), flaw=chosen.flaw)
+    make = partial(make_puzzle, settings=chosen)
+    held_out = [task for split, tasks in lists.items() if split != "train" for task in tasks]
+    return SimulatorWorld("puzzles", lists, make, flaw=chosen.flaw, vary=partial(vary_puzzle, make, held_out))
+
+
+def vary_puzzle(
+    make: Callable[[Task], Puzzle], held_out: Sequence[Task], task: Task, rng: random.Random
+) -> Task | None:
+    """Return the same game and level with another seed; None if its initial state is that of a held-out task."""
+    puzzle = make(seeded := replace(task, seed=rng.randrange(2**31)))
+    same = (one for one in held_out if all(one.tags[name] == task.tags[name] for name in ("game", "level")))
+    if not puzzle.stochastic and puzzle.instance() in {make(one).instance() for one in same}:
+        return None
+    tags = {**task.tags, "checkpoints": puzzle.checkpoints}
+    return make_task(puzzle, task.id, puzzle.rules, tags, seeded.seed)
 
 
 def _new(game: Game, level: Level, seed: int, settings: PuzzlesSettings) -> Puzzle:
