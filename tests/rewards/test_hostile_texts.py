@@ -45,6 +45,7 @@ CASES = [
     *((verifier, CALLS) for verifier in (paper_rewards.tool_correctness, paper_rewards.right_argument_values)),
     (shaping.citation_support, None),
     (shaping.repeated_calls(), None),
+    (shaping.tool_diversity(), None),
     (shaping.format_score, Quantity(1.5)),
     *((part, None) for part in (shaping.think_format, shaping.tool_use)),
     (shaping.language_consistency(), None),

@@ -30,6 +30,7 @@ from ludus.rewards.shaping import (
     only_if,
     repeated_calls,
     share_in_script,
+    tool_diversity,
 )
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from tables import call_pairs, episode_pairs, shaping_pairs
@@ -154,6 +155,13 @@ def test_repeated_calls_are_counted_up_to_a_cap(letters, value):
 @pytest.mark.parametrize(("calls", "value"), shaping_pairs.REPEATED_CALLS)
 def test_repeated_calls_counts_only_identical_calls(calls, value):
     assert repeated_calls(4)(TASK, episode(calls=calls)) == pytest.approx(value)
+
+
+@pytest.mark.parametrize(("tools", "value"), [("", 0), ("aaa", 1 / 3), ("aba", 2 / 3), ("abcd", 1), ("abX", 2 / 3)])
+def test_tool_diversity_counts_different_tools_that_succeeded(tools, value):
+    made = [ToolOutcome(f"c{i}", t, ToolStatus.RAISED if t == "X" else ToolStatus.OK, "") for i, t in enumerate(tools)]
+    found = Trajectory("t", 0, (), (), StopReason.ANSWERED, outcomes=tuple(made))
+    assert tool_diversity(3)(TASK, found) == pytest.approx(value)
 
 
 @pytest.mark.parametrize(("text", "value"), shaping_pairs.LONG_TEXTS)

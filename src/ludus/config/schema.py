@@ -20,6 +20,7 @@ from ludus.config.sections.algorithm import (
     TeacherConfig,
 )
 from ludus.config.sections.cluster import ClusterConfig
+from ludus.config.sections.exploration import ExplorationConfig
 from ludus.config.sections.model import ModelConfig
 from ludus.config.sections.rewards import RewardModelConfig, RewardsConfig
 from ludus.config.sections.rollout import EngineConfig, EnvConfig, RolloutConfig, SandboxConfig, check_budgets
@@ -118,12 +119,18 @@ class RunConfig(Section):
     diagnostics: DiagnosticsConfig = DiagnosticsConfig()
 
 
-class Config(Section):
-    """The configuration of a run."""
+class RolloutSections(Section):
+    """The sections about the rollouts of a run."""
 
     model: ModelConfig = ModelConfig()
     env: EnvConfig = EnvConfig()
     rollout: RolloutConfig = RolloutConfig()
+    exploration: ExplorationConfig = ExplorationConfig()
+
+
+class Config(RolloutSections):
+    """The configuration of a run."""
+
     sandbox: SandboxConfig = SandboxConfig()
     engine: EngineConfig = EngineConfig()
     cluster: ClusterConfig = ClusterConfig()

@@ -59,6 +59,7 @@ NAMED: Mapping[str, RegisteredReward] = {
     "same_state": RegisteredReward(_make_same_state, truth=MatchState),
     "think_format": RegisteredReward(lambda: shaping.think_format),
     "token_f1": RegisteredReward(lambda: token_f1, truth=ExpectedAnswers),
+    "tool_diversity": RegisteredReward(shaping.tool_diversity, calls=True),
     "tool_use": RegisteredReward(lambda: shaping.tool_use, calls=True),
     "well_formed": RegisteredReward(lambda: well_formed),
 }

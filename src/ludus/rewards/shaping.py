@@ -87,6 +87,18 @@ def invalid_calls(cap: int = 4) -> RewardFunction:
     return _capped_penalty(lambda trajectory: sum(o.status in _INVALID for o in trajectory.call_outcomes), cap)
 
 
+def tool_diversity(cap: int = 3) -> RewardFunction:
+    """Create a bonus: the number of different tools that were called successfully, divided by `cap`, at most 1."""
+    if cap < 1:
+        raise ValueError(f"cap must be at least 1, not {cap}")
+
+    def diversity(task: Task, trajectory: Trajectory) -> float:
+        used = {one.tool for one in trajectory.call_outcomes if one.status is ToolStatus.OK}
+        return min(1.0, len(used) / cap)
+
+    return diversity
+
+
 def _capped_penalty(count: Callable[[Trajectory], int], cap: int) -> RewardFunction:
     if cap < 1:
         raise ValueError(f"cap must be at least 1, not {cap}")

@@ -85,9 +85,12 @@ async def run_episode(
 
 
 async def run_unscored(
-    task: Task, sample: int, environment: Environment, chat: ChatSession, limits: RolloutConfig
+    task: Task, sample: int, environment: Environment, chat: ChatSession, limits: RolloutConfig, given_turns: int = 0
 ) -> Trajectory:
-    """Run one episode to its end without scoring, except for turn rewards."""
+    """Run one episode to its end without scoring, except for turn rewards.
+
+    The first `given_turns` turns of the session have no action: their turn rewards and anchors are left out.
+    """
     run = _EpisodeRun(task, environment, chat, limits)
     started, begin = time.time(), time.perf_counter()
     try:
@@ -99,7 +102,8 @@ async def run_unscored(
             error.add_note(f"Closing also failed: {second}")
         raise
     await run.close()
-    segments, given = chat.segments, run.turn_rewards
+    segments, given = chat.segments, run.turn_rewards[given_turns:]
+    num_actions = sum(s.kind == "action" for s in segments)
     model_s, tools_s = (sum(seconds) for seconds in zip(*run.turns, strict=True)) if run.turns else (0.0, 0.0)
     total_s = time.perf_counter() - begin - run.waited_s
     return Trajectory(
@@ -111,9 +115,9 @@ async def run_unscored(
         outcomes=tuple(run.outcomes),
         turn_rewards=tuple(r or 0.0 for r in given) if any(r is not None for r in given) else (),
         tags=dict(task.tags),
-        anchors=tuple(run.anchors[: sum(s.kind == "action" for s in segments)]),
+        anchors=tuple(run.anchors[given_turns:][:num_actions]),
         shared_reward=any(segment.parent == -1 for segment in segments),
-        timings=Timings(total_s, model_s - run.waited_s, tools_s, begin=started, turns=tuple(run.turns)),
+        timings=Timings(total_s, model_s - run.waited_s, tools_s, begin=started, turns=tuple(run.turns[given_turns:])),
     )
 
 
@@ -343,6 +347,10 @@ class EngineChatSession:
     recorded: tuple[Segment, ...] = ()
     allowance: Allowance | None = None
     agent: str = POLICY
+    records_cut: bool = False
+    """Record the log-probabilities after `top_k`, `top_p` and `min_p`, those of the distribution sampled from."""
+    _lead: tuple[int, ...] = field(init=False, default=())
+    """Tokens of the current turn that precede its action."""
     _partial: Completion = field(init=False, default=NOTHING)
     _segments: list[Segment] = field(init=False, default_factory=list)
     _tokens: list[int] = field(init=False, default_factory=list)
@@ -397,7 +405,7 @@ class EngineChatSession:
         self._append(replace(segment, finish_reason=completion.finish_reason))
         if completion.finish_reason == "length" and room < self.params.max_new_tokens:
             return StopReason.MAX_TOKENS
-        return self.renderer.parse(completion.tokens, turn, completion.finish_reason, self._tools)
+        return self.renderer.parse((*self._lead, *completion.tokens), turn, completion.finish_reason, self._tools)
 
     def observe(self, messages: Sequence[Message], added: str = "") -> StopReason | None:
         """Append messages, and before them `added`: text that a client wrote behind the last reply."""
@@ -447,7 +455,8 @@ class EngineChatSession:
                 self.allowance.spend(len(more.tokens))
             if more.finish_reason == "abort" and not (parts and grant.is_over):
                 _check_completion(more, self.episode)
-            joined = (self._partial.tokens + more.tokens, self._partial.logprobs + more.logprobs)
+            logprobs = (self.records_cut and more.cut_logprobs) or more.logprobs
+            joined = (self._partial.tokens + more.tokens, self._partial.logprobs + logprobs)
             part = Completion(*joined, self._partial.versions + more.versions, more.finish_reason)
             self._partial = part
             ended = more.finish_reason == "length" and (num_tokens == left or len(more.tokens) < num_tokens)

@@ -23,6 +23,7 @@ from ludus.errors import EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
 from ludus.rollouts.agent_runs import AgentRunner, AgentServer, ExternalAgent, Opponents
 from ludus.rollouts.dialogues.context import ManagedChatSession
+from ludus.rollouts.dialogues.exploring import ExploringChatSession, FirstTurns, MemberSampling, with_prompt
 from ludus.rollouts.dialogues.subagents import SubAgents
 from ludus.rollouts.episode import (
     ChatSession,
@@ -123,7 +124,8 @@ class LockstepEngine:
 class RolloutRequest:
     """Request for one episode; a greedy one has temperature 0. `notes` are those of earlier episodes of its task.
 
-    `limits` are smaller values of `max_turns` and `max_seq_len` than those of the run.
+    `limits` are smaller values of `max_turns` and `max_seq_len` than those of the run, `sampling` is how the episode
+    explores.
     """
 
     key: RolloutKey
@@ -131,6 +133,7 @@ class RolloutRequest:
     greedy: bool = False
     notes: Mapping[str, str] = field(default_factory=dict, compare=False)
     limits: Mapping[str, int] = field(default_factory=dict, compare=False)
+    sampling: MemberSampling = field(default=MemberSampling(), compare=False)
 
 
 @dataclass(frozen=True)
@@ -302,13 +305,15 @@ class Scheduler:
 
     async def _run_path(self, request: RolloutRequest, recorded: tuple[Segment, ...], number: int) -> Trajectory:
         """Run a path of the episode's tree; path 0 is the trunk, or the whole episode without branches."""
-        environment = fresh_environment(self.world, request.task)
+        sampling = request.sampling
+        task = replace(request.task, prompt=with_prompt(request.task.prompt, sampling.prompt))
+        environment = fresh_environment(self.world, task)
         limits = self.limits_of(request.task) if self.limits_of else rollout_of(self.world, self.rollout, request)
         if self.agents is not None and self.rollout.agent.is_set:
             environment = ExternalAgent(environment, self.rollout.agent, self.agents.offers)
         notes = notes_of(limits.notes, request.notes)
         shared = () if notes is None else notes_tools(notes)
-        one = (request.task, request.key.sample)
+        one = (task, request.key.sample)
         if environment.implements("drive"):
             runner = AgentRunner(self.agents, self.lockstep is not None, self.opponents, notes)
             trajectory = await runner.run(*one, environment, partial(self.make_chat, request), limits)
@@ -324,7 +329,9 @@ class Scheduler:
                 assert isinstance(session, EngineChatSession)
                 session = replace(session, recorded=recorded, seed=seed_for(session.seed, "branch", number))
             played = ExtraToolsEnv(environment, shared, ToolLimits.of(limits)) if shared else environment
-            trajectory = await run_unscored(*one, played, session, limits)
+            trajectory = await run_unscored(*one, played, session, limits, len(sampling.prefix))
+        if sampling.tags:
+            trajectory = replace(trajectory, tags={**trajectory.tags, **sampling.tags})
         if notes is not None:
             trajectory = replace(trajectory, notes=notes.written)
         if self.scores:
@@ -391,17 +398,24 @@ def engine_scheduler(
     if rollout.guided_tools:
         renderer.guide(())
 
+    first_turns = FirstTurns(waits=lockstep is None)
+
     def make_chat(request: RolloutRequest) -> ChatSession:
         key, settings = request.key, rollout_of(world, rollout, request)
+        sampling = request.sampling
         session = EngineChatSession(
             engine=lockstep or engine,
             renderer=renderer,
-            params=sampling_params(settings, 0.0 if request.greedy else plan.temperature),
+            params=sampling.apply(sampling_params(settings, 0.0 if request.greedy else plan.temperature)),
             max_tokens=settings.max_seq_len,
             episode=episode_name(key) if lockstep else engine_name(plan, key),
             seed=seed_for(plan.seed, plan.purpose, key.step, key.task_id, key.sample),
             guided=rollout.guided_tools,
+            records_cut=sampling.top_p is not None,
         )
+        if sampling.changes_turns:
+            shared = first_turns if sampling.diverse_tokens else None
+            session = ExploringChatSession.of(session, sampling, key, shared)
         return ManagedChatSession(session, rollout.context) if rollout.context.max_tokens else session
 
     result = scheduler(world, make_chat, rollout, ledger)

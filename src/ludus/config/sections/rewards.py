@@ -53,7 +53,8 @@ class PartConfig(Section):
     limit: int | None = None
     """The same parts, required: number from which the penalty is 1. Unset for other parts."""
     cap: int | None = None
-    """repeated_calls and invalid_calls: number of such calls at which the penalty is 1; if unset, 4."""
+    """repeated_calls and invalid_calls: number of such calls at which the penalty is 1; if unset, 4. tool_diversity:
+    number of tools at which the bonus is 1; if unset, 3."""
     script: str | None = None
     """language_consistency: LATIN, CYRILLIC, CJK, ...; if unset, LATIN."""
     tool: str | None = None

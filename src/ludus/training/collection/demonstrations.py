@@ -17,6 +17,7 @@ from pathlib import Path
 from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.chat.render import Renderer
 from ludus.engines.models.loading import num_positions
+from ludus.envs.base import World
 from ludus.errors import UserError
 from ludus.rollouts.ledger import Ledger, RolloutKey
 from ludus.rollouts.scheduler import Episode, RolloutRequest, rollout_for, scheduler
@@ -165,19 +166,29 @@ class Demonstrations:
         return f"{ended}; the call of {errors[0].tool!r} failed ({errors[0].status}): {errors[0].output[:200]}"
 
     def _task_dialogues(self, task: Task) -> Sequence[Sequence[Message]]:
-        if self.given is not None:
-            return self.given.get(task.id, ())
-        shown = self.session.world.expert(task)
-        return () if shown is None else (_assistant_messages(shown.messages, task.prompt),)
+        return task_dialogues(self.session.world, self.given, task)
 
 
 def make_demonstrations(session: TrainingSession, algorithm: Algorithm) -> Demonstrations | None:
     """Build the demonstrations, if used. Raises UserError if a file has no training task."""
+    return Demonstrations(session, given_dialogues(session)) if algorithm.loss_spec.has(Need.DEMONSTRATIONS) else None
+
+
+def task_dialogues(
+    world: World, given: Mapping[str, Sequence[Sequence[Message]]] | None, task: Task
+) -> Sequence[Sequence[Message]]:
+    """Return the assistant messages of each demonstration of a task: of those `given`, or of the world's expert."""
+    if given is not None:
+        return given.get(task.id, ())
+    shown = world.expert(task)
+    return () if shown is None else (_assistant_messages(shown.messages, task.prompt),)
+
+
+def given_dialogues(session: TrainingSession) -> dict[str, list[Sequence[Message]]] | None:
+    """Return the assistant messages in the file `experts.path` by task; None if it is unset."""
     path = session.config.experts.path
-    if not algorithm.loss_spec.has(Need.DEMONSTRATIONS):
-        return None
     if path is None:
-        return Demonstrations(session, None)
+        return None
     known = {task.id: task.prompt for task in session.world.tasks("train")}
     dialogues: dict[str, list[Sequence[Message]]] = {}
     for dialogue in read_dialogues(Path(path)):
@@ -188,7 +199,7 @@ def make_demonstrations(session: TrainingSession, algorithm: Algorithm) -> Demon
             f"No dialogue of {path} has the id of a task in the train split.",
             'Give each dialogue the id of its task: {"task": "...", "messages": [...]}.',
         )
-    return Demonstrations(session, dialogues)
+    return dialogues
 
 
 def _assistant_messages(messages: Sequence[Message], prompt: Sequence[Message]) -> Sequence[Message]:

@@ -30,6 +30,7 @@ from ludus.envs.base import TaskSequence
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.scheduler import Episode
 from ludus.training.batches.rows import new_actions
+from ludus.training.collection.exploration import ExplorationState
 from ludus.training.credit.advantages import TrainingSample, any_of_group, compared_rewards, varied_groups
 from ludus.training.credit.roles import role_of
 from ludus.types import WORLD_TAG, Task, Trajectory
@@ -44,8 +45,8 @@ class AlgorithmState:
     `greso` is the state of GRESO and `position` its place in the task order. `initial_entropy` is the
     policy's mean entropy on the first batch, nats per token (`gtpo`). `untrained_tasks` are earlier tasks whose
     groups were not trained because the run left asynchronous mode. `untrained_counts` are counts of
-    `sample_metrics.count_untrained`. `opponents`: moving average of rewards against past versions. `curriculum` is the
-    state of `training.curriculum`.
+    `sample_metrics.count_untrained`. `opponents`: moving average of rewards against past versions. `curriculum` and
+    `exploration` are the states of `training.curriculum` and `exploration`.
     """
 
     averages: RoleBaselines = field(default_factory=RoleBaselines)
@@ -56,6 +57,7 @@ class AlgorithmState:
     untrained_counts: Mapping[str, int] = field(default_factory=dict)
     opponents: RoleBaselines = _NO_RESULTS
     curriculum: CurriculumState = field(default_factory=CurriculumState)
+    exploration: ExplorationState = field(default_factory=ExplorationState)
 
     @classmethod
     def start(cls, algorithm: Algorithm, text: str = "", rule: GresoConfig = AUTHORS_GRESO) -> AlgorithmState:
@@ -72,6 +74,7 @@ class AlgorithmState:
             untrained_counts=saved.get("untrained_counts", {}),
             opponents=RoleBaselines.from_json(saved["opponents"]) if "opponents" in saved else _NO_RESULTS,
             curriculum=TypeAdapter(CurriculumState).validate_python(saved.get("curriculum", {})),
+            exploration=ExplorationState.of(saved.get("exploration", {})),
         )
 
     def to_json(self) -> str:
@@ -83,6 +86,7 @@ class AlgorithmState:
             "untrained_counts": self.untrained_counts or None,
             "opponents": self.opponents.to_json() if self.opponents.means else None,
             "curriculum": asdict(self.curriculum) if self.curriculum != CurriculumState() else None,
+            "exploration": asdict(self.exploration) if self.exploration != ExplorationState() else None,
         }
         parts |= {name: value for name, value in optional.items() if value is not None}
         return json.dumps(parts, sort_keys=True)

@@ -18,6 +18,7 @@ from ludus.engines.base import Engine
 from ludus.envs.base import TaskSequence
 from ludus.errors import WorldError
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, evaluate
+from ludus.rollouts.dialogues.exploring import MemberSampling
 from ludus.rollouts.group_queue import StreamedGroup
 from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollouts.partial import PartialRollouts
@@ -25,6 +26,7 @@ from ludus.rollouts.reward_executor import RewardFault
 from ludus.rollouts.scheduler import CANCELLED, Attempt, Episode, FailureBudget, RolloutRequest, SamplingPlan, Scheduler
 from ludus.training.collection.curriculum import Curriculum
 from ludus.training.collection.demonstrations import Demonstrations
+from ludus.training.collection.exploration import Explorer
 from ludus.training.collection.filters import (
     AlgorithmState,
     choose_tasks,
@@ -87,6 +89,7 @@ class RolloutCollector:
     opponents: OpponentPool | None = None
     notes: TaskNotes | None = None
     curriculum: Curriculum | None = None
+    explorer: Explorer | None = None
     partial: PartialRollouts | None = field(default=None, init=False)
     """Unfinished episodes, if a step has a budget."""
     skipped: int = field(default=0, init=False)
@@ -236,7 +239,18 @@ class RolloutCollector:
         notes = {} if self.notes is None else self.notes.of(task.id)
         keys = [RolloutKey(step, task.id, i) for i in range(self.group_size + spare)]
         limits = {} if self.curriculum is None else self.curriculum.limits(self.algorithm_state.curriculum)
-        return [RolloutRequest(key, task, key.sample >= members, notes, limits) for key in keys]
+        plan = None
+        if self.explorer is not None:
+            exploration, plan = self.explorer.plan(self.algorithm_state.exploration, step, task)
+            self.algorithm_state = replace(self.algorithm_state, exploration=exploration)
+        ordinary = MemberSampling()
+        return [
+            RolloutRequest(
+                *(key, task, key.sample >= members, notes, limits),
+                ordinary if plan is None or key.sample >= members else plan.member(key.sample),
+            )
+            for key in keys
+        ]
 
     def _make_scheduler(self, rollout: RolloutConfig, plan: SamplingPlan, ledger: Ledger) -> Scheduler:
         """Return a scheduler in this process or on remote workers, which do not run in lockstep."""
@@ -254,7 +268,12 @@ class RolloutCollector:
         if self.reward_mixer is not None:
             stage = self.algorithm_state.curriculum.stage
             groups = self.reward_mixer.in_stage(stage).combine(step, await self._add_extra_parts(groups))
-        return assign_credit(groups, self.algorithm, self.overlong_limit, first_group)
+        if self.explorer is None:
+            return assign_credit(groups, self.algorithm, self.overlong_limit, first_group)
+        exploration, groups = self.explorer.assign_rewards(self.algorithm_state.exploration, groups)
+        self.algorithm_state = replace(self.algorithm_state, exploration=exploration)
+        samples = assign_credit(groups, self.algorithm, self.overlong_limit, first_group)
+        return self.explorer.drop_failures(samples)
 
     async def _add_extra_parts(self, groups: Sequence[Sequence[Episode]]) -> Sequence[Sequence[Episode]]:
         """Add the missing extra reward parts. Raises WorldError above `rollout.max_failure_rate`."""

@@ -25,7 +25,17 @@ T = TypeVar("T")
 
 
 RankMethod = Literal[
-    "start", "score", "train", "score_values", "train_values", "gather_weights", "probe", "save", "dry_run", "stop"
+    "start",
+    "score",
+    "set_temperature",
+    "train",
+    "score_values",
+    "train_values",
+    "gather_weights",
+    "probe",
+    "save",
+    "dry_run",
+    "stop",
 ]
 """Method that rank 0 calls on the other ranks (`rl.rank_worker`)."""
 

@@ -161,6 +161,13 @@ class LearnerSettings:
     halve_on_oom: bool = True
 
 
+def set_temperature(learner: Learner, temperature: float) -> None:
+    """Score with this sampling temperature, under the policy and all other models, on all ranks."""
+    with learner.ranks.call_on_ranks("set_temperature", temperature):
+        for scorer in (learner.scorer, *learner.scorers.values()):
+            scorer.temperature = temperature
+
+
 @dataclass(frozen=True, slots=True)
 class CachedLogprobs:
     """Values of each row computed before its gradient, `[T]` each.

@@ -405,6 +405,8 @@ ScoreFunction = Callable[[Tensor, Tensor, Entropy], TokenScores]
 class TokenScorer(Protocol):
     """Model that scores tokens `[B, L]`, such as a reference or a teacher; see `LogprobScorer`."""
 
+    temperature: float
+
     def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> TokenScores: ...
 
     def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates: ...

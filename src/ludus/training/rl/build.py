@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -18,6 +18,7 @@ from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.kl import KLController, kl_controller
 from ludus.algorithms.spec.resolve import algorithm_of, minibatches_of
 from ludus.config.schema import Config
+from ludus.config.sections.exploration import ExplorationConfig
 from ludus.diagnostics.history import MetricsHistory
 from ludus.diagnostics.trackers import Tracker, make_tracker, read_metrics
 from ludus.engines.models.fingerprint import fingerprint_adapted
@@ -28,7 +29,8 @@ from ludus.errors import ConfigError, UserError
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.rollout_files import token_values_path, truncate_lines
 from ludus.training.batches.chunked_lm_head import Entropy, HiddenStates, TokenScores
-from ludus.training.collection.demonstrations import make_demonstrations
+from ludus.training.collection.demonstrations import given_dialogues, make_demonstrations, task_dialogues
+from ludus.training.collection.exploration import Explorer
 from ludus.training.collection.filters import AlgorithmState
 from ludus.training.collection.opponents import OpponentPool
 from ludus.training.collection.prompt_stream import STREAM_FILE, WAITING_FILE, PromptStream, StreamState
@@ -63,6 +65,7 @@ from ludus.training.run.checkpoint import (
 from ludus.training.run.run_dir import RunFolder, damaged, list_checkpoints, save_config
 from ludus.training.run.session import TrainingSession, busy_warning, make_engine
 from ludus.training.value_models.factory import ValueModel, make_value_model, warmup_steps
+from ludus.types import Message, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -73,7 +76,7 @@ log = logging.getLogger(__name__)
 PROBE_TOKENS = 64
 
 
-@dataclass(frozen=True)
+@dataclass
 class AdapterOff:
     """Reference model: the trained model with its adapters disabled."""
 
@@ -82,11 +85,16 @@ class AdapterOff:
 
     def score(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> TokenScores:
         with use_adapter(self.model):
-            return self._scorer.score(tokens, scored, entropy)
+            return self._tempered.score(tokens, scored, entropy)
 
     def distributions(self, tokens: Tensor, scored: Tensor) -> HiddenStates:
         with use_adapter(self.model):
-            return self._scorer.distributions(tokens, scored)
+            return self._tempered.distributions(tokens, scored)
+
+    @property
+    def _tempered(self) -> LogprobScorer:
+        self._scorer.temperature = self.temperature
+        return self._scorer
 
     @cached_property
     def _scorer(self) -> LogprobScorer:
@@ -188,8 +196,8 @@ def build_trainer(
     changed = Adjustments() if stored is None else stored.adjustments
     step = TrainStep(session, parts.learner, control, ledger, parts.value_model, max_age, warmup, entropy, changed)
     extra = reward_mixer, demonstrations, remote, make_opponents(session, folder), make_notes(config, folder, done)
-    curriculum = make_curriculum(config, session.world, measured)
-    collector = RolloutCollector(session, engine, algorithm, reporter, ledger, state, *extra, curriculum)
+    order = make_curriculum(config, session.world, measured), make_explorer(session)
+    collector = RolloutCollector(session, engine, algorithm, reporter, ledger, state, *extra, *order)
     trainer = SyncTrainer(
         session=session,
         folder=folder,
@@ -216,6 +224,16 @@ def make_notes(config: Config, folder: RunFolder, done: int) -> TaskNotes | None
     """Return the notes of the steps up to `done` if they persist over episodes."""
     settings = config.rollout.notes
     return TaskNotes.load(folder.path / NOTES_FILE, settings.max_notes, done) if settings.scope == "task" else None
+
+
+def make_explorer(session: TrainingSession) -> Explorer | None:
+    """Return the explorer, with demonstrations of `experts.path` or the world; None if `exploration` is unset."""
+    given = None if session.config.exploration == ExplorationConfig() else given_dialogues(session)
+
+    def demonstration(task: Task) -> Sequence[Message]:
+        return next(iter(task_dialogues(session.world, given, task)), ())
+
+    return Explorer.of(session.config, session.world, demonstration)
 
 
 @dataclass(frozen=True)

@@ -24,6 +24,7 @@ from ludus.errors import LearnerError
 from ludus.training.batches.rows import Row
 from ludus.training.distributed.collectives import RankMethod, full_state_dict
 from ludus.training.distributed.launcher import CommandedRank, Rendezvous, destroy_group
+from ludus.training.learner.learner import set_temperature
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.rl.build import LearnerParts, make_parts
 from ludus.training.rl.memory_check import dry_run
@@ -83,6 +84,7 @@ def rank_methods(session: TrainingSession, parts: LearnerParts) -> dict[RankMeth
 
     methods: dict[RankMethod, Callable[..., object]] = {
         "score": learner.score_with,
+        "set_temperature": lambda temperature: set_temperature(learner, temperature),
         "train": train,
         "gather_weights": lambda: full_state_dict(model),
         "probe": lambda tokens: probe_logprobs(LogprobScorer(model), tokens),

@@ -292,6 +292,9 @@ class SyncTrainer(EvaluatedTrainer):
         metrics |= configured_metrics(trajectories, self.session.config.run.diagnostics, success)
         if collector.reward_mixer is not None:
             metrics |= collector.reward_mixer.metrics(step, groups)
+        if collector.explorer is not None:
+            explored = self.collector_state.algorithm_state.exploration
+            metrics |= collector.explorer.metrics(step, groups, explored.solved, len(explored.counts))
         probe = extra.pop("sync/probe_gap", None)
         metrics |= extra | counts.metrics() | ({} if probe is None else {"sync/probe_gap": probe})
         if collector.algorithm.greso:

@@ -26,12 +26,14 @@ from ludus.algorithms.filters import entropy_bound
 from ludus.algorithms.kl import FULL_KL_NAMES, KLController
 from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.errors import SyncError
+from ludus.rollouts.dialogues.exploring import is_off_policy
 from ludus.rollouts.ledger import Ledger, RolloutOutcome
 from ludus.training.batches.rows import Row, pad_table, row_of_trajectory, scored_mask
+from ludus.training.collection.exploration import entropy_schedule, temperature_schedule
 from ludus.training.collection.filters import age_metrics, mask_over_age
 from ludus.training.collection.rollout_collector import overlong_limit
 from ludus.training.credit.advantages import Estimates, TrainingSample, record_outcomes, training_rows, with_estimates
-from ludus.training.learner.learner import SUM_PI_SQUARED, Learner
+from ludus.training.learner.learner import SUM_PI_SQUARED, Learner, set_temperature
 from ludus.training.rl.sample_metrics import CollapseScoring
 from ludus.training.run.checkpoint import Adjustments
 from ludus.training.run.session import TrainingSession
@@ -162,9 +164,7 @@ class TrainStep:
     def _prepare(self, step: int, samples: Sequence[TrainingSample]) -> list[TrainingSample]:
         if self.kl_control.is_active:
             self.learner.algorithm = replace(self.learner.algorithm, kl_coef=self.kl_coef(step))
-        if (target := self.learner.algorithm.entropy_target) is not None:
-            coef = algorithm_of(self.session.config).entropy_coef * max(0.0, 1 - sampled_entropy(samples) / target)
-            self.learner.algorithm = replace(self.learner.algorithm, entropy_coef=coef)
+        self._set_schedules(step, samples)
         if self.learner.algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
             self._set_entropy_filter(samples)
         if self.max_token_age is not None:
@@ -173,6 +173,19 @@ class TrainStep:
             self._checked = check_samples(samples, self.learner, step - 1) is not None
         limit = overlong_limit(self.session.config, self.learner.algorithm)
         return filter_and_estimate(samples, self.learner, limit, self.value_model)
+
+    def _set_schedules(self, step: int, samples: Sequence[TrainingSample]) -> None:
+        """Set the temperature and the coefficient of the entropy bonus of a step, if they change."""
+        config, target = self.session.config, self.learner.algorithm.entropy_target
+        if (temperature := temperature_schedule(config)) is not None:
+            set_temperature(self.learner, temperature.at(step - 1))
+        schedule = entropy_schedule(config)
+        if schedule is None and target is None:
+            return
+        coef = algorithm_of(config).entropy_coef if schedule is None else schedule.at(step - 1)
+        if target is not None:
+            coef *= max(0.0, 1 - sampled_entropy(samples) / target)
+        self.learner.algorithm = replace(self.learner.algorithm, entropy_coef=coef)
 
     def _set_entropy_filter(self, samples: Sequence[TrainingSample]) -> None:
         """Measure the initial entropy on the first batch; switch GTPO's entropy filter off if it is high."""
@@ -194,14 +207,15 @@ class TrainStep:
         if self.learner.algorithm.correction_spec.has(Need.REJECTION):
             metrics["is/mask_frac"] = rejected_share(samples)
         metrics |= age_metrics(samples, step)
-        if self.learner.algorithm.entropy_target is not None:
+        if self.learner.algorithm.entropy_target is not None or entropy_schedule(self.session.config) is not None:
             metrics["entropy/coef"] = self.learner.algorithm.entropy_coef
         return metrics | ({"kl/coef": self.kl_coef(step)} if self.kl_control.is_active else {})
 
 
 def sampled_entropy(samples: Sequence[TrainingSample]) -> float:
-    """Return the mean of `-logprob` over the sampled tokens of finished episodes, nats; 0 without any."""
+    """Return the mean of `-logprob` over the on-policy tokens of finished episodes, nats; 0 without any."""
     trajectories = [one.episode.trajectory for one in samples if not one.expert and not one.replayed]
+    trajectories = [one for one in trajectories if not is_off_policy(one)]
     values = [value for own in trajectories for segment in own.segments for value in segment.logprobs]
     return -fmean(values) if values else 0.0
 
@@ -236,6 +250,7 @@ def check_samples(
     rows = [
         _sample_row(sample)
         for sample in _trained_samples(samples)
+        if not is_off_policy(sample.episode.trajectory)
         if version is None or {v for s in sample.episode.trajectory.segments for v in s.versions} <= {version}
     ]
     return check_parity(rows, learner)

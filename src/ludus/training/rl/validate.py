@@ -27,6 +27,7 @@ from ludus.rollouts.dialogues.subagents import DELEGATE
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.scheduler import sampling_params
 from ludus.tools.notes import Notes, notes_tools
+from ludus.training.collection.exploration import check_exploration
 from ludus.training.collection.replay_buffer import check_sources
 from ludus.training.collection.reward_mixing import check_reward_settings, reward_warnings
 from ludus.training.collection.rollout_collector import max_waits_of
@@ -72,7 +73,8 @@ def check_settings(config: Config, world: World) -> None:
     algorithm = algorithm_of(config)
     check_roles(algorithm, world)
     kl_controller(config, algorithm.kl_coef)
-    if algorithm.entropy_target is not None and algorithm.entropy_coef == 0:
+    scheduled = config.exploration.entropy_coef.kind != "constant"
+    if algorithm.entropy_target is not None and algorithm.entropy_coef == 0 and not scheduled:
         raise ConfigError(
             "algorithm.entropy_target has no effect: the coefficient of the entropy bonus is 0.",
             "Set algorithm.entropy_coef, such as 0.3.",
@@ -86,6 +88,7 @@ def check_settings(config: Config, world: World) -> None:
     check_partial(config, world)
     check_sources(config)
     check_branch(config)
+    check_exploration(config, world)
     check_observations(algorithm, config.training.mask_observations)
     check_plugins(config)
     check_alarms(config)
@@ -184,7 +187,13 @@ def _critic_settings(algorithm: Algorithm) -> tuple[set[str], str]:
 def check_experts(config: Config, algorithm: Algorithm, world: World) -> None:
     """Raise ConfigError if the loss needs experts and has none, or configured experts are unused."""
     path, uses = config.experts.path, algorithm.loss_spec.has(Need.DEMONSTRATIONS)
-    for key, value in () if uses else changed(config.experts).items():
+    prefixes = (
+        config.exploration.demonstration_prefix.share > 0 or config.exploration.uniform_failures.action == "prefix"
+    )
+    unused = {} if uses else changed(config.experts)
+    if prefixes:
+        unused.pop("path", None)
+    for key, value in unused.items():
         text = f"experts.{key} = {value} would have no effect: the loss {algorithm.loss} uses no experts."
         raise ConfigError(text, "Unset it, or set algorithm.preset = 'mixed_policy'.")
     if uses and path is None and not world.implements("expert"):
@@ -212,6 +221,8 @@ def check_old_logprobs(config: Config, algorithm: Algorithm) -> None:
         reason = f"algorithm.correction = {algorithm.correction!r} compares the two"
     elif algorithm.advantage_spec.has(Need.BEHAVIOR_RATIO):
         reason = f"algorithm.advantage = {algorithm.advantage!r} compares the two"
+    elif config.exploration.is_off_policy:
+        reason = "exploration samples from other distributions"
     elif _truncates_sampling(config):
         reason = "sampling is truncated (rollout.top_p, top_k, min_p, guided_tools)"
     elif not config.training.mask_observations:
@@ -527,7 +538,7 @@ def _warn_ratios(config: Config, algorithm: Algorithm) -> Iterator[str]:
 
 def _warn_corrections(config: Config, algorithm: Algorithm) -> Iterator[str]:
     """Yield warnings for synchronous runs with an embedded engine, where ratios are 1 up to rounding."""
-    if config.training.off_policy or config.engine.is_external:
+    if config.training.off_policy or config.engine.is_external or config.exploration.is_off_policy:
         return
     remedy = "Set training.mode = 'async' or 'one_step' for rollouts of older weights."
     why = "with training.mode = 'sync' and the embedded engine, engine and learner hold the same weights"
