@@ -42,7 +42,7 @@ PAGES = sorted(
     for pattern in ("docs/**/*.md", "README.md", "src/ludus/recipes/*/README.md")
     for file in ROOT.glob(pattern)
 )
-LONGER = """algorithm library plugins environment learner mixtures quick_start reproducibility
+LONGER = """algorithm judges library plugins environment learner mixtures quick_start reproducibility
 reward_models rewards behavior async_training cluster planning server stages evaluation several_agents turns
 bring_your_environment"""
 LONG = {page for page in PAGES if Path(page).stem in LONGER.split() or "/recipes/" in page}
@@ -211,9 +211,11 @@ def run_command(line: str, cold_start: str, request: pytest.FixtureRequest, monk
         argv.append("--check")
     if "--engine.url" in argv:
         argv[argv.index("--engine.url") + 1] = request.getfixturevalue("served").url
-    if "--endpoint" in argv:
-        with serving(lambda _: Reply(say("France"))) as server:
-            argv[argv.index("--endpoint") + 1] = server.url
+    for option, reply in (("--endpoint", "France"), ("--rewards.judge.url", '{"score": 5}')):
+        if option not in argv:
+            continue
+        with serving(lambda _, reply=reply: Reply(say(reply))) as server:
+            argv[argv.index(option) + 1] = server.url
             assert main(argv) == 0, line
         return
     if "--model" in argv and not Path(argv[argv.index("--model") + 1]).is_dir():

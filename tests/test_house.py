@@ -51,6 +51,7 @@ ORDER = (
         "algorithms",
         "diagnostics",
         "evaluation",
+        "judges",
         "training",
         "report",
         "viewer",

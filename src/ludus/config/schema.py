@@ -79,7 +79,7 @@ class DiagnosticsConfig(Section):
     sample under every prompt: with 64 samples of 16 prompts the forward passes of 1,024 first turns."""
     collapse_samples: int = Field(64, ge=2)
     """Maximum first turns of a measurement, taken evenly from the prompts of the step."""
-    judges: list[str] = Field(["reward_model"])
+    judges: list[str] = Field(["reward_model", "judge"])
     """Reward parts that judge what the outcome verifies; their agreement is `judge/NAME/agreement`."""
     test_calls: dict[str, str] = Field({})
     """Calls that run tests: by tool, a regular expression that is found in the arguments (JSON text; "" is any call).

@@ -42,6 +42,10 @@ GAP_BY_PROBABILITY: Final = "mismatch/by_probability/"
 """Prefix of that mean by the probability that the engine reported."""
 JUDGE: Final = "judge/"
 """Prefix of the metrics of a judge part; the name of the part follows."""
+JUDGE_VALUE: Final = "reward/judge"
+"""Mean of the part of LLM judges."""
+NOT_JUDGED: Final = "judge/defaulted"
+"""Share of the episodes that LLM judges did not judge in time."""
 UNTESTED: Final = "tools/untested"
 """Share of answered episodes without a call that ran tests."""
 _LENGTH: Final = "response_length/mean"
@@ -369,15 +373,23 @@ def shaping_only(history: History, *, window: int, rise: float, gain: float, sol
     return ""
 
 
-def judge_drift(history: History, *, steps: int, first: int, drop: float) -> str:
-    """A judge agrees less with the verifier than in the first steps."""
+def judge_drift(history: History, *, steps: int, first: int, drop: float, missing: float) -> str:
+    """A judge agrees less with the verifier than in the first steps, rises without success, or is absent."""
     for name in history[-1]:
         base, values = first_mean(history, name, first, steps), last_values(history, name, steps)
-        if name.startswith(JUDGE) and base is not None and values and max(values) <= base - drop:
+        is_agreement = name.startswith(JUDGE) and name.endswith("/agreement")
+        if is_agreement and base is not None and values and max(values) <= base - drop:
             part = name.split("/")[1]
             scores = [f"{one} is {history[-1].get(one, 0.0):.2f}" for one in (f"reward/{part}", SUCCESS)]
             return f"{name} fell from {base:.2f} to {values[-1]:.2f}; {', '.join(scores)}"
-    return ""
+    absent = last_values(history, NOT_JUDGED, steps)
+    if absent and min(absent) > missing:
+        return f"{absent[-1]:.0%} of the episodes were not judged and took the default"
+    base, before = (first_mean(history, name, first, steps) for name in (JUDGE_VALUE, SUCCESS))
+    values, won = (last_values(history, name, steps) for name in (JUDGE_VALUE, SUCCESS))
+    if base is None or before is None or not values or min(values) < base + drop or max(won) > before:
+        return ""
+    return f"{JUDGE_VALUE} rose from {base:.2f} to {values[-1]:.2f}; {SUCCESS} went from {before:.2f} to {won[-1]:.2f}"
 
 
 def _means(rows: History) -> dict[str, float]:

@@ -216,13 +216,14 @@ def configured_metrics(
     """Return the metrics of the finished episodes; `success` names the verifier's reward part.
 
     `judge/NAME/agreement` is the mean of `1 - |judge - success|`, both limited to [0, 1], for each judge that scored an
-    episode. `tools/untested` is the share of answered episodes without a call that ran tests, present if
-    `test_calls` is set; 0 without answered episodes.
+    episode, without episodes whose part `NAME_default` is 1. `tools/untested` is the share of answered episodes without
+    a call that ran tests, present if `test_calls` is set; 0 without answered episodes.
     """
     finished = [t for t in trajectories if _is_finished(t)]
     metrics = {}
     for name in settings.judges:
-        gaps = [abs(_unit(t.rewards[name]) - _unit(t.rewards.get(success, 0.0))) for t in finished if name in t.rewards]
+        judged = [t.rewards for t in finished if name in t.rewards and not t.rewards.get(f"{name}_default")]
+        gaps = [abs(_unit(rewards[name]) - _unit(rewards.get(success, 0.0))) for rewards in judged]
         if gaps:
             metrics[f"{JUDGE}{name}/agreement"] = 1 - sum(gaps) / len(gaps)
     if settings.test_calls:

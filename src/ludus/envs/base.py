@@ -15,10 +15,11 @@ from ludus.config.sections.rollout import RolloutConfig
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import TurnVerifier
+from ludus.rewards.rubric import Rubric
 from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.base import Tool
 from ludus.tools.notes import Notes
-from ludus.types import POLICY, Action, DataClass, Message, StepResult, Task, ToolOutcome
+from ludus.types import POLICY, Action, DataClass, Message, StepResult, Task, ToolOutcome, Trajectory
 
 
 def defines(instance: object, base: type, method: str) -> bool:
@@ -242,6 +243,14 @@ class World(ABC):
     def turn_verifier(self) -> TurnVerifier | None:
         """Function that returns the milestones reached in each turn, from task and trajectory alone."""
         return None
+
+    def rubric(self, task: Task) -> Rubric | None:
+        """Return the rubric of the task for LLM judges (`rewards.judge`), or None."""
+        return None
+
+    def rubric_checks(self, task: Task, trajectory: Trajectory) -> Mapping[str, bool]:
+        """Return whether leaves of the task's rubric hold, by name, as far as rules decide them."""
+        return {}
 
     def rollout_of(self, task: Task) -> RolloutConfig | None:
         """Return the episode settings for this task; None means those of the run."""

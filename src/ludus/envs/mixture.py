@@ -20,8 +20,9 @@ from ludus.config.sections.rollout import BUDGETS, MIXTURE, MemberConfig, Rollou
 from ludus.envs.base import Demonstration, Environment, World, WrappedEnvironment, permutation
 from ludus.envs.tool_world import check_split
 from ludus.errors import ConfigError, UserError
-from ludus.rewards.base import Reward
+from ludus.rewards.base import Reward, value_of
 from ludus.rewards.code.turns import Progress, TurnVerifier
+from ludus.rewards.rubric import Rubric
 from ludus.sandbox.base import Sandbox
 from ludus.types import WORLD_TAG, Message, Task, Trajectory
 
@@ -329,6 +330,14 @@ class MixedWorld(World):
         made = member.world.variant(member.own(task), rng)
         return None if made is None else member.mixed(made)
 
+    def rubric(self, task: Task) -> Rubric | None:
+        member = self.member_of(task)
+        return member.world.rubric(member.own(task))
+
+    def rubric_checks(self, task: Task, trajectory: Trajectory) -> Mapping[str, bool]:
+        member = self.member_of(task)
+        return member.world.rubric_checks(member.own(task), _own_view(member, task, trajectory))
+
     def paraphrases(self, task: Task) -> Sequence[str]:
         member = self.member_of(task)
         return member.world.paraphrases(member.own(task))
@@ -364,7 +373,7 @@ class MixedWorld(World):
         member = self.member_of(task)
         own, view = member.own(task), _own_view(member, task, trajectory)
         parts = [part for part in member.world.rewards if part.outcome]
-        values = [float(part.function(own, view)) for part in parts]
+        values = [value_of(part, own, view) or 0.0 for part in parts]
         mean = sum(p.weight * v for p, v in zip(parts, values, strict=True)) / _outcome_weight(member.world.rewards)
         return max(mean, 1.0) if all(value >= 1 for value in values) else min(mean, _BELOW_ONE)
 
@@ -419,5 +428,5 @@ def _own_parts(member: MixtureMember) -> Iterator[Reward]:
             yield Reward(f"{member.name}/{part.name}", partial(_score_own, member, part), weight, world=member.name)
 
 
-def _score_own(member: MixtureMember, part: Reward, task: Task, trajectory: Trajectory) -> float:
+def _score_own(member: MixtureMember, part: Reward, task: Task, trajectory: Trajectory) -> float | None:
     return part.function(member.own(task), _own_view(member, task, trajectory))

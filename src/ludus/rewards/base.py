@@ -12,6 +12,8 @@ from ludus.errors import ConfigError
 from ludus.types import WORLD_TAG, Task, Trajectory
 
 RewardFunction = Callable[[Task, Trajectory], float]
+AbstainingFunction = Callable[[Task, Trajectory], float | None]
+"""A reward that returns None if it cannot decide (`Reward.may_abstain`)."""
 
 Truth = TypeVar("Truth")
 
@@ -24,15 +26,18 @@ class Reward:
 
     `outcome` marks the objective of the task: it decides success (a value of 1) and lies between `low` and 1.
     All other parts only shape. A part of weight 0 is reported but not trained on. Shaping values are clipped to
-    [-1, 1]. In a mixture, `world` names the world whose tasks the part scores; it is not recorded for others.
+    [-1, 1]. In a mixture, `world` names the world whose tasks the part scores; it is not recorded for others. With
+    `may_abstain` the function may return None: the part is then not recorded and counts as 0, unless a judge decides it
+    (`rewards.judge.rule`).
     """
 
     name: str
-    function: RewardFunction
+    function: AbstainingFunction
     weight: float = 1.0
     outcome: bool = False
     world: str = ""
     low: float = 0.0
+    may_abstain: bool = False
 
 
 def check_rewards(rewards: Sequence[Reward]) -> None:
@@ -58,6 +63,17 @@ def check_rewards(rewards: Sequence[Reward]) -> None:
         raise ConfigError(message, "Lower the shaping weights below half of the outcome's.")
 
 
+def value_of(part: Reward, task: Task, trajectory: Trajectory) -> float | None:
+    """Return the value of a part; None if it abstains. Raises TypeError for a value that is not a number."""
+    value = part.function(task, trajectory)
+    if value is None and part.may_abstain:
+        return None
+    try:
+        return float("" if value is None else value)
+    except (TypeError, ValueError):
+        raise TypeError(f"reward {part.name!r} of task {task.id} is {value!r}, not a number") from None
+
+
 def score(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Trajectory:
     """Return the trajectory with its reward parts and their weighted sum.
 
@@ -69,11 +85,8 @@ def score(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Traj
     for part in rewards:
         if part.world and part.world != task.tags.get(WORLD_TAG):
             continue
-        value = part.function(task, trajectory)
-        try:
-            value = float(value)
-        except (TypeError, ValueError):
-            raise TypeError(f"reward {part.name!r} of task {task.id} is {value!r}, not a number") from None
+        if (value := value_of(part, task, trajectory)) is None:
+            continue
         if not math.isfinite(value):
             raise ValueError(f"reward {part.name!r} of task {task.id} is {value}")
         if part.outcome and not part.low - _ROUNDING <= value <= 1 + _ROUNDING:

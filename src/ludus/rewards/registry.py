@@ -22,6 +22,10 @@ from ludus.types import Task
 
 MODEL_PART = "reward_model"
 """Name of the part scored by a reward model."""
+JUDGE_PART = "judge"
+"""Name of the part of LLM judges."""
+JUDGE_DEFAULT = f"{JUDGE_PART}_default"
+"""Reward part: 1 if the part of the judges is the default because the episode was not judged."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,6 +185,7 @@ def training_parts(settings: RewardsConfig, own: Sequence[Reward]) -> Sequence[R
 def check_names(settings: RewardsConfig, parts: Sequence[Reward]) -> None:
     """Raise ConfigError if weights, caps or the gate name an unknown part; the error names the nearest one."""
     names = [part.name for part in parts] + ([MODEL_PART] if settings.model is not None else [])
+    names += [JUDGE_PART] if settings.judge.is_on and settings.judge.rule is None else []
     gate = [] if settings.gate == "outcome" else [settings.gate]
     given = {"weights": settings.weights, "weights_end": settings.weights_end, "caps": settings.caps, "gate": gate}
     for key, name in ((key, name) for key, used in given.items() for name in used if name not in names):

@@ -50,7 +50,7 @@ _RESULT_WRAPPERS = {
 """Text before and after a tool's output in a user message, by chat format."""
 REJECTED_STATUS = (400, 422)  # of a rejected request
 REASONING = ("reasoning_content", "reasoning")  # names of the model's reasoning in an assistant message
-SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop")
+SAMPLING = ("temperature", "top_p", "top_k", "min_p", "seed", "stop", "response_format")
 NEAR_ZERO = 0.01  # temperature sent instead of a rejected 0
 _RENAMED = "max_completion_tokens"
 _SENT_AS_MAX_TOKENS = ("max_tokens", _RENAMED)
@@ -242,6 +242,9 @@ class OpenAIClient:
         body |= {"temperature": params.temperature, "top_p": params.top_p}
         body |= {"max_tokens": params.max_new_tokens, "seed": params.seed}
         optional = {"tools": tools, "top_k": params.top_k, "min_p": params.min_p, "stop": params.stop}
+        if params.guide is not None and params.guide.kind == "json_schema":
+            schema = {"name": "reply", "schema": json.loads(params.guide.text)}
+            body["response_format"] = {"type": "json_schema", "json_schema": schema}
         body |= {key: value for key, value in optional.items() if value}
         return {key: value for key, value in body.items() if key not in self.settings.extra}
 

@@ -40,6 +40,13 @@ def with_chains(tree: Trajectory, chains: Sequence[Trajectory]) -> Trajectory:
     )
 
 
+def merge_paths(trajectory: Trajectory, paths: Sequence[Trajectory]) -> Trajectory:
+    """Return the trajectory with changed paths (`attempts`); a failed one is unchanged."""
+    if trajectory.failure is not None:
+        return trajectory
+    return with_chains(trajectory, paths) if trajectory.leaves else paths[0]
+
+
 async def map_paths(trajectory: Trajectory, change: Callable[[Trajectory], Awaitable[Trajectory]]) -> Trajectory:
     """Apply `change` to each of the trajectory's `attempts`."""
     if not trajectory.leaves:

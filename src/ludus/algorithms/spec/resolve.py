@@ -343,6 +343,7 @@ def _not_binary(settings: RewardsConfig, parts: Sequence[Reward]) -> Iterator[tu
         "aggregation": settings.aggregation if settings.aggregation == "pareto" else None,
         "normalise_by": settings.normalise_by,
         "model": settings.model if settings.model_weight != 0 else None,
+        "judge": settings.judge.kind if settings.judge.is_on and settings.judge.weight != 0 else None,
     }
     for key, value in others.items():
         if value is not None:

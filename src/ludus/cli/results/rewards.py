@@ -1,4 +1,4 @@
-"""Score saved rollouts again, or derive turn rewards from them."""
+"""Score saved rollouts again, derive turn rewards from them, or calibrate an LLM judge on them."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import success
-from ludus.rewards.registry import has_extra_rewards, preset_parts
+from ludus.rewards.registry import JUDGE_DEFAULT, JUDGE_PART, has_extra_rewards, preset_parts
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
 from ludus.rollouts.scheduler import Episode
@@ -33,8 +33,12 @@ if TYPE_CHECKING:
     from ludus.training.collection.reward_mixing import RewardMixer
 
 
+_JUDGED = (JUDGE_PART, JUDGE_DEFAULT)
+"""Parts of judges, which a replay takes from the rollouts."""
+
+
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
-    """Print replayed or calibrated rewards."""
+    """Print replayed or calibrated rewards, or the calibration of a judge."""
     if args.episodes < 0:
         raise UserError(f"--episodes is {args.episodes}.", "Set 0 or more.")
     if args.action == "calibrate" and (args.config is not None or overrides):
@@ -48,6 +52,16 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print_calibration(make_console(), saved, chosen_files(args, folder), args.threshold)
         return 0
     config = _other_config(saved, args.config, overrides)
+    if args.action == "judge":
+        load_libraries()
+        from ludus.cli.results.judge import print_judge
+
+        print_judge(make_console(), args, config, chosen_files(args, folder))
+        return 0
+    now, before = config.rewards.judge, saved.rewards.judge
+    if now.is_on and now.model_copy(update={"weight": before.weight}) != before:
+        text = "A replay uses the recorded values of the judge, but the settings are of another one."
+        raise ConfigError(text, "Change only rewards.judge.weight, or compare judges with `ludus rewards judge`.")
     announce("Scoring the saved rollouts ...")
     replay = rescore(saved, config, chosen_files(args, folder), record_filter(args, config))
     console = make_console()
@@ -195,6 +209,10 @@ async def _scores(
 ) -> dict[Path, list[Trajectory]]:
     """Return the known rollouts of each file with the rewards of the world and, for training steps, added parts."""
     scoring, adds = ProcessRewardExecutor.of(config), has_extra_rewards(config.rewards)
+    judged = (*_JUDGED, config.rewards.judge.rule)
+
+    def kept(trajectory: Trajectory) -> dict[str, float]:
+        return {name: value for name, value in trajectory.rewards.items() if name in judged}
 
     async def rescored(record: RolloutRecord, is_training: bool) -> Trajectory:
         task = tasks[record.group]
@@ -202,6 +220,7 @@ async def _scores(
         async def rescored_path(trajectory: Trajectory) -> Trajectory:
             blank = replace(trajectory, rewards={}, reward=0.0)
             found = await scoring.scored(world, None, task, blank)
+            found = replace(found, rewards={**kept(trajectory), **found.rewards})
             return await scoring.with_added(world, task, found) if is_training else found
 
         return await map_paths(record.trajectory, rescored_path)

@@ -6,6 +6,7 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
+from ludus.config.sections.judges import JudgeConfig
 from ludus.config.sections.section import EpochsSection, Section, check_choice
 
 PROGRESS = "progress"
@@ -115,6 +116,7 @@ class RewardsConfig(Section):
     model_threshold: float | None = Field(None, gt=0, le=1)
     """The part reward_model is 1 from this probability on and otherwise 0 (WebRL's outcome model: 0.5); if unset, it is
     the probability."""
+    judge: JudgeConfig = JudgeConfig()
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:

@@ -27,6 +27,7 @@ from ludus.envs.base import World
 from ludus.errors import ConfigError, LearnerError, UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rewards.registry import (
+    JUDGE_PART,
     MODEL_PART,
     PUBLISHED,
     check_names,
@@ -36,7 +37,8 @@ from ludus.rewards.registry import (
 )
 from ludus.rollouts.reward_executor import ProcessRewardExecutor, add_seconds
 from ludus.rollouts.scheduler import Episode
-from ludus.rollouts.trees import map_paths, with_chains
+from ludus.rollouts.trees import map_paths, merge_paths
+from ludus.training.collection.judging import check_judge
 from ludus.training.credit.turn_rewards import LENGTH_PART, shaping_ranges, with_length, with_turn_rewards
 from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.reward_model import (
@@ -81,6 +83,9 @@ def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[RewardPart, .
     _check_caps(settings)
     _check_terms(settings, names)
     planned = [_plan_part(config, part) for part in rewards]
+    if settings.judge.is_on and settings.judge.rule is None:
+        high = min(1.0, settings.caps.get(JUDGE_PART, 1.0))
+        planned.append(RewardPart(JUDGE_PART, False, _schedule(config, JUDGE_PART, settings.judge.weight), 0.0, high))
     if has_model:
         high = min(1.0, settings.caps.get(MODEL_PART, 1.0))
         planned.append(RewardPart(MODEL_PART, False, _schedule(config, MODEL_PART, settings.model_weight), 0.0, high))
@@ -121,6 +126,7 @@ def check_reward_settings(config: Config, world: World) -> None:
         return
     plan_parts(config, parts)
     plan_stages(config, parts)
+    check_judge(config, world, parts)
     if settings.rewards_turns and not algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS):
         name = "turns" if settings.turns else "turn_verifier_weight"
         raise ConfigError(
@@ -266,8 +272,9 @@ class RewardMixer:
         merged = []
         for group, members, combined in zip(groups, split, self._combine(step, by_path), strict=True):
             episodes = iter(combined)
-            per_member = [[next(episodes) for _ in own] for own in members]
-            merged.append([_merge_paths(one, own) for one, own in zip(group, per_member, strict=True)])
+            per_member = [[next(episodes).trajectory for _ in own] for own in members]
+            pairs = zip(group, per_member, strict=True)
+            merged.append([replace(one, trajectory=merge_paths(one.trajectory, own)) for one, own in pairs])
         return merged
 
     def _combine(self, step: int, groups: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
@@ -323,7 +330,8 @@ class RewardMixer:
         trajectories = [path for t in trajectories for path in t.attempts()]
         parts = {tuple(sorted(t.rewards.items())) for t in trajectories}
         texts = {tuple(segment.tokens for segment in t.segments) for t in trajectories}
-        if len(parts) > 1 or (self.model is not None and len(texts) > 1):
+        reads_texts = self.model is not None or self.settings.judge.is_on
+        if len(parts) > 1 or (reads_texts and len(texts) > 1):
             return True
         turns = {self._add_turn_rewards(t).turn_rewards for t in trajectories}
         if self.settings.rewards_turns and len(turns) > 1:
@@ -437,15 +445,6 @@ class RewardMixer:
         return outcome + gated(gate=self._gate_values(trajectories), rewards=shaping, threshold=FULL)
 
 
-def _merge_paths(episode: Episode, paths: Sequence[Episode]) -> Episode:
-    trajectory = episode.trajectory
-    if trajectory.failure is not None:
-        return episode
-    if not trajectory.leaves:
-        return paths[0]
-    return replace(episode, trajectory=with_chains(trajectory, [path.trajectory for path in paths]))
-
-
 def _check_leaves(episodes: Sequence[Episode]) -> None:
     for one in (episode.trajectory for episode in episodes):
         if one.leaf_rewards:
@@ -456,8 +455,9 @@ def _check_leaves(episodes: Sequence[Episode]) -> None:
 
 
 def _check_caps(settings: RewardsConfig) -> None:
-    if MODEL_PART in settings.weights:
-        raise ConfigError(f"rewards.weights names {MODEL_PART!r}.", "Its weight is rewards.model_weight.")
+    for name, setting in ((MODEL_PART, "rewards.model_weight"), (JUDGE_PART, "rewards.judge.weight")):
+        if name in settings.weights:
+            raise ConfigError(f"rewards.weights names {name!r}.", f"Its weight is {setting}.")
     if invalid := [name for name, cap in settings.caps.items() if not 0 <= cap <= 1]:
         message = f"rewards.caps.{invalid[0]} is {settings.caps[invalid[0]]:g}."
         raise ConfigError(message, "Use a number from 0 to 1; no part exceeds 1.")

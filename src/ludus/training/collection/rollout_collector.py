@@ -34,6 +34,7 @@ from ludus.training.collection.filters import (
     record_greso_visits,
     with_role_baselines,
 )
+from ludus.training.collection.judging import GroupJudge
 from ludus.training.collection.opponents import OpponentPool, updated_results
 from ludus.training.collection.reward_mixing import RewardMixer, add_extra_parts
 from ludus.training.collection.task_notes import TaskNotes
@@ -90,6 +91,7 @@ class RolloutCollector:
     notes: TaskNotes | None = None
     curriculum: Curriculum | None = None
     explorer: Explorer | None = None
+    judge: GroupJudge | None = None
     partial: PartialRollouts | None = field(default=None, init=False)
     """Unfinished episodes, if a step has a budget."""
     skipped: int = field(default=0, init=False)
@@ -133,6 +135,8 @@ class RolloutCollector:
     async def close(self) -> None:
         if self.partial is not None:
             await self.partial.close()
+        if self.judge is not None:
+            await self.judge.close()
 
     def add_untrained_tasks(self, tasks: Iterable[str]) -> None:
         """Add tasks of past steps whose groups were not trained, so that later steps sample them."""
@@ -266,8 +270,12 @@ class RolloutCollector:
         if self.demonstrations is not None:
             groups = await self.demonstrations.join(step, groups)
         if self.reward_mixer is not None:
-            stage = self.algorithm_state.curriculum.stage
-            groups = self.reward_mixer.in_stage(stage).combine(step, await self._add_extra_parts(groups))
+            groups = await self._add_extra_parts(groups)
+            if self.judge is not None:
+                groups = await self.judge.add_parts(step, groups)
+                if self.judge.was_slow(step):
+                    self.ledger.note_clock_limit(step)
+            groups = self.reward_mixer.in_stage(self.algorithm_state.curriculum.stage).combine(step, groups)
         if self.explorer is None:
             return assign_credit(groups, self.algorithm, self.overlong_limit, first_group)
         exploration, groups = self.explorer.assign_rewards(self.algorithm_state.exploration, groups)

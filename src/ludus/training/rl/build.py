@@ -26,12 +26,14 @@ from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.engines.models.lora import use_adapter
 from ludus.engines.models.vision import image_tokens
 from ludus.errors import ConfigError, UserError
+from ludus.judges.client import JUDGE_FILE
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.rollout_files import token_values_path, truncate_lines
 from ludus.training.batches.chunked_lm_head import Entropy, HiddenStates, TokenScores
 from ludus.training.collection.demonstrations import given_dialogues, make_demonstrations, task_dialogues
 from ludus.training.collection.exploration import Explorer
 from ludus.training.collection.filters import AlgorithmState
+from ludus.training.collection.judging import make_judge
 from ludus.training.collection.opponents import OpponentPool
 from ludus.training.collection.prompt_stream import STREAM_FILE, WAITING_FILE, PromptStream, StreamState
 from ludus.training.collection.reward_mixing import make_reward_mixer
@@ -197,7 +199,8 @@ def build_trainer(
     step = TrainStep(session, parts.learner, control, ledger, parts.value_model, max_age, warmup, entropy, changed)
     extra = reward_mixer, demonstrations, remote, make_opponents(session, folder), make_notes(config, folder, done)
     order = make_curriculum(config, session.world, measured), make_explorer(session)
-    collector = RolloutCollector(session, engine, algorithm, reporter, ledger, state, *extra, *order)
+    judge = make_judge(config, session.world, folder.path, (engine, session.renderer))
+    collector = RolloutCollector(session, engine, algorithm, reporter, ledger, state, *extra, *order, judge)
     trainer = SyncTrainer(
         session=session,
         folder=folder,
@@ -312,8 +315,9 @@ def probe_tokens(session: TrainingSession) -> tuple[int, ...]:
 
 
 def remove_later_steps(folder: RunFolder, done: int) -> None:
-    """Remove rollouts, token values, evaluations, alarms and opponents of steps after `done`."""
+    """Remove rollouts, token values, evaluations, alarms, opponents and judges' replies of steps after `done`."""
     truncate_lines(folder.alarms, done)
+    truncate_lines(folder.path / JUDGE_FILE, done)
     parents = (folder.rollouts, folder.evaluations, token_values_path(folder.path, 0).parent, folder.opponents)
     for path in [path for parent in parents for path in parent.glob("step-*")]:
         if int(path.name.split("-")[1].split(".")[0]) > done:

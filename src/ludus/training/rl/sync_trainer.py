@@ -259,6 +259,8 @@ class SyncTrainer(EvaluatedTrainer):
         metrics |= plugin_metrics(self.session.config.run.metrics, [*_metric_groups(samples).values()], metrics)
         trajectories = [sample.episode.trajectory for sample in samples]
         timings = clock.metrics(trajectories, scoring_concurrency(self.session.config))
+        if self.collector.judge is not None:
+            timings |= self.collector.judge.timings(step)
         await dispatch(lambda: self.write(step, samples, metrics, timings))
         self.history.append(metrics)
         self.raise_alarms(step)
@@ -295,6 +297,8 @@ class SyncTrainer(EvaluatedTrainer):
         if collector.explorer is not None:
             explored = self.collector_state.algorithm_state.exploration
             metrics |= collector.explorer.metrics(step, groups, explored.solved, len(explored.counts))
+        if collector.judge is not None:
+            metrics |= collector.judge.metrics(step)
         probe = extra.pop("sync/probe_gap", None)
         metrics |= extra | counts.metrics() | ({} if probe is None else {"sync/probe_gap": probe})
         if collector.algorithm.greso:

@@ -16,6 +16,7 @@ from functools import cached_property
 from typing import Final, NamedTuple
 
 from ludus.rewards.base import truth_of
+from ludus.rewards.rubric import Rubric
 from ludus.types import Task
 from ludus.worlds.research.facts import KINDS, Facts
 from ludus.worlds.research.pages import fill, list_title
@@ -28,6 +29,7 @@ GATES: Final = (TRUE_NUMBERS, TRUE_CITATIONS)
 """Leaves that halve the score if they do not hold."""
 _FIRST = {"airport": ("highest", r"\bhighest\b"), "city": ("largest", r"\b(?:largest|biggest|most populous)\b")}
 _UNITS = {"m": "m", "meters": "m", "metres": "m", "km": "km", "people": "people", "inhabitants": "people"}
+_ABOUT = {"km": "distance", "m": "height", "people": "population"}
 _SENTENCE = re.compile(r"(?<=[.!?;])\s+|\n")
 _CITATION = re.compile(r"\[([^\[\]\n]{1,80})\]")
 
@@ -38,20 +40,6 @@ class Item(NamedTuple):
     title: str
     value: int
     distance: int
-
-
-class Rubric(NamedTuple):
-    """A node of the tree: a leaf with a name, or weighted parts."""
-
-    name: str
-    weight: float = 1.0
-    parts: tuple[Rubric, ...] = ()
-
-    def score(self, holds: Mapping[str, bool]) -> float:
-        """Return the weighted mean of the parts, in [0, 1]; of a leaf, whether it holds."""
-        if not self.parts:
-            return float(holds[self.name])
-        return sum(one.weight * one.score(holds) for one in self.parts) / sum(one.weight for one in self.parts)
 
 
 @dataclass(frozen=True)
@@ -100,9 +88,17 @@ class ExpectedReport:
     @property
     def rubric(self) -> Rubric:
         """The tree of checks."""
-        numbers = tuple(Rubric(f"{unit} of {title}") for title, unit in self.facts)
-        cited = tuple(Rubric(f"cites {step.title}") for step in self.steps)
-        summary = (Rubric("number"), Rubric(_FIRST[self.kind][0]))
+        plural, first = KINDS[self.kind][0], _FIRST[self.kind][0]
+        numbers = tuple(
+            Rubric(f"{unit} of {title}", text=f"The report gives the {_ABOUT[unit]} of {title} as {value} {unit}.")
+            for (title, unit), value in self.facts.items()
+        )
+        cited = tuple(Rubric(f"cites {one.title}", text=f"The report cites [{one.title}].") for one in self.steps)
+        counted = f"The report states that there are {len(self.items)} {plural}."
+        summary = (
+            Rubric("number", text=counted),
+            Rubric(first, text=f"The report states that {self.first} is the {first}."),
+        )
         parts = Rubric("facts", 0.6, numbers), Rubric("summary", 0.2, summary), Rubric("citations", 0.2, cited)
         return Rubric("report", 1.0, parts)
 

@@ -25,6 +25,7 @@ from ludus.envs.tool_world import Dialogue, check_split
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import Progress, TurnVerifier, turn_of_call
 from ludus.rewards.exact_match import exact_match
+from ludus.rewards.rubric import Rubric
 from ludus.rewards.shaping import only_if
 from ludus.tools.base import Tool
 from ludus.tools.workspace import python_tool
@@ -257,6 +258,14 @@ class ResearchWorld(SandboxWorld):
         }
         told = {name: [*calls, assistant(text)] for name, text in wrong.items()}
         return {"unopened": [assistant(text)], **told}
+
+    def rubric(self, task: Task) -> Rubric | None:
+        truth = _solved(task)
+        return truth.rubric if isinstance(truth, ExpectedReport) else None
+
+    def rubric_checks(self, task: Task, trajectory: Trajectory) -> Mapping[str, bool]:
+        truth = _solved(task)
+        return judge(truth, trajectory.answer, opened(trajectory)) if isinstance(truth, ExpectedReport) else {}
 
     def reader(self) -> Reader:
         """Return a solver that has read nothing."""

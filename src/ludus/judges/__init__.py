@@ -1,0 +1,1 @@
+"""LLM judges: prompts, replies, rubrics, and their calibration against a verifier."""
