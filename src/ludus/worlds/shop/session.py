@@ -90,8 +90,10 @@ class ShopSession:
     exploration checkpoints; `score` and `success` are 0 until the purchase.
     """
 
-    def __init__(self, goal: ShopGoal, catalogue: ProductCatalogue, page_size: int) -> None:
-        self.goal, self._catalogue, self._page_size = goal, catalogue, page_size
+    def __init__(
+        self, goal: ShopGoal, catalogue: ProductCatalogue, page_size: int, *, is_numbered: bool = False
+    ) -> None:
+        self.goal, self._catalogue, self._page_size, self._is_numbered = goal, catalogue, page_size, is_numbered
         self.place: Place = "search"
         self.query, self.page_number = "", 0
         self.product: Product | None = None
@@ -104,7 +106,10 @@ class ShopSession:
         self._by_label: dict[str, Product] = {}
 
     def label(self, product: Product) -> str:
-        """Return the id of a product in this visit. Ids differ between instructions, so that none can be learnt."""
+        """Return the number of a product on the page, or its id in this visit. Ids differ between instructions, so that
+        none can be learnt."""
+        if self._is_numbered:
+            return str(self.shown.index(product) + 1)
         rng = random.Random(f"{self.goal.instruction}:{product.id}")
         label = item_id(rng)
         while self._by_label.setdefault(label, product) is not product:
@@ -169,7 +174,8 @@ class ShopSession:
             self._use(product, label)
 
     def _open(self, label: str) -> None:
-        self.product, self.place, self.chosen = self._by_label[label], "item", {}
+        self.product = self.shown[int(label) - 1] if self._is_numbered else self._by_label[label]
+        self.place, self.chosen = "item", {}
         self.opened.add(self.product.id)
         if self.goal.accepts(self.product):
             self.reached |= {"opened"}

@@ -30,6 +30,7 @@ from ludus.worlds.shop.pages import BUY, Page, as_html, as_text, search_page
 from ludus.worlds.shop.session import (
     Flaws,
     PageVisit,
+    ShopAction,
     ShopGoal,
     ShopSession,
     expert_turns,
@@ -69,6 +70,9 @@ class ShopSettings(BrowserSettings):
     """Categories of the wanted products; empty means all."""
     page_size: int = Field(10, ge=3, le=10)
     """Number of results on a page."""
+    labels: Literal["ids", "numbers"] = "ids"
+    """What an item of a page of results is called: an id that differs between instructions, or its number on the page,
+    which small models learn to copy sooner."""
     forgets_option: float = Field(0.3, ge=0, le=1)
     """Fraction of the demonstrations that do not choose the last option."""
     takes_first: float = Field(0.3, ge=0, le=1)
@@ -141,8 +145,9 @@ class ShopWorld(BrowserWorld):
         claims, goal, solution = super().cheats(task), truth_of(task, ShopGoal), self.expert(task)
         if self.settings.reward == "webshop" or solution is None:
             return claims
-        session = ShopSession(goal, catalogue(), self.settings.page_size)
-        first = session.label(catalogue().search(goal.instruction)[0])
+        session = new_session(goal, self.settings)
+        session.act(ShopAction(True, goal.instruction))
+        first = session.label(session.shown[0])
         hasty = [f"search[{goal.instruction}]", f"click[{first}]", f"click[{BUY}]"]
         values = {f"click[{value}]" for _, value in goal.options}
         bare = [message for message in solution.messages if message["content"] not in values]
@@ -151,6 +156,11 @@ class ShopWorld(BrowserWorld):
             "first result": [assistant(text) for text in hasty],
             "no options": [message for message in bare if message["role"] == "assistant"],
         }
+
+
+def new_session(goal: ShopGoal, settings: ShopSettings) -> ShopSession:
+    """Return a visit that begins on the search page."""
+    return ShopSession(goal, catalogue(), settings.page_size, is_numbered=settings.labels == "numbers")
 
 
 def make_shop_world(settings: Mapping[str, object], limits: ToolLimits) -> ShopWorld:
@@ -213,7 +223,7 @@ def _task(name: str, level: int, goal: ShopGoal, settings: ShopSettings) -> Task
 
 
 def _simulator(settings: ShopSettings, browser: SiteBrowser, flaws: Flaws, task: Task) -> ShopSimulator:
-    session = ShopSession(truth_of(task, ShopGoal), catalogue(), settings.page_size)
+    session = new_session(truth_of(task, ShopGoal), settings)
     if settings.observation == "browser":
         return ShopSimulator(session, partial(open_visit, browser), flaws)
     return ShopSimulator(session, partial(PageVisit, RENDERINGS[settings.observation]), flaws)
