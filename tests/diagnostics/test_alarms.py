@@ -28,6 +28,14 @@ def evaluated(*pairs, margin=0.0):
     ]
 
 
+def proxy(score, solved, num=40):
+    """A run of `num` steps with the mean of a reward model's part and the success as functions of the step."""
+    return [
+        row | {"reward/reward_model": score(n), "success/mean": solved(n), "reward/right": solved(n)}
+        for n, row in enumerate(healthy()[:1] * num)
+    ]
+
+
 SHOWN = {
     "non_finite": with_end(1, optim__grad_norm=math.nan),
     "echo_trap": with_end(10, groups__reward_std=0.02),
@@ -65,6 +73,7 @@ SHOWN = {
     "language_mixing": with_end(3, text__foreign_script=0.2),
     "shaping_only": unsolved([row | {"reward/format": n / 40} for n, row in enumerate(healthy())], 0.3),
     "judge_drift": with_end(5, judge__reward_model__agreement=0.6),
+    "over_optimization": proxy(lambda n: 0.5 + n / 300, lambda n: 0.6 - n / 200),
     "untested_answers": with_end(5, tools__untested=0.6),
     "reward_hacking": evaluated((0.3, 0.3), (0.5, 0.5), (0.7, 0.35), (0.8, 0.3)),
     "mismatch": with_end(1, mismatch__logprob_diff=0.051),
@@ -117,6 +126,12 @@ def test_a_healthy_run_raises_no_alarm_at_any_step(seed):
         with_end(9, groups__reward_std=0.02),
         with_end(4, reward__mean=0.0, reward__std=0.0),
         with_end(1, groups__zero_variance=0.99),
+        proxy(lambda n: 0.5 + n / 300, lambda n: 0.6 + n / 200),
+        proxy(lambda n: 0.5 - n / 300, lambda n: 0.6 - n / 200),
+        proxy(lambda n: 0.5 + n / 300, lambda n: 0.6 - n / 800),
+        [{k: v for k, v in row.items() if "judge/" not in k} for row in SHOWN["over_optimization"]],
+        proxy(lambda n: 0.5 + n / 2000, lambda n: 0.6 - n / 200),
+        proxy(lambda n: 0.5 + n / 60, lambda n: 0.6 - n / 60, num=19),
         with_end(1, mismatch__logprob_diff=0.05),
         with_end(1, mismatch__logprob_diff=0.7, staleness__mean=0.5),
         with_end(1, tools__error_rate=0.5),

@@ -18,6 +18,7 @@ QUICK = {
     "archive": ("archive", {"num_documents": 12}, 12),
     "functions": ("functions", {}, 12),
     "guess": ("guess", {}, 12),
+    "judging": ("judging", {"num_tasks": 400}, 24),
     "proofs": ("proofs", {"num_tasks": 60}, 12),
     "math with a calculator": ("math", {"tool": "calculator", "num_tasks": 60}, 12),
     "math without tools": ("math", {"tool": "none", "num_tasks": 60}, 12),

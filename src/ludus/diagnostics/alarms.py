@@ -392,6 +392,30 @@ def judge_drift(history: History, *, steps: int, first: int, drop: float, missin
     return f"{JUDGE_VALUE} rose from {base:.2f} to {values[-1]:.2f}; {SUCCESS} went from {before:.2f} to {won[-1]:.2f}"
 
 
+def over_optimization(history: History, *, window: int, rise: float, drop: float) -> str:
+    """The part of a judge or reward model rises while success falls, compared with the window of the best success.
+
+    Both are means over windows of steps. The fall must also exceed twice its standard error, as for `success_drop`.
+    """
+    if len(history) < 2 * window:
+        return ""
+    now = _means(history[-window:])
+    earlier = [_means(history[end - window : end]) for end in range(window, len(history) - window + 1)]
+    best = max(earlier, key=lambda means: means.get(SUCCESS, 0.0))
+    fall = best.get(SUCCESS, 0.0) - now.get(SUCCESS, 0.0)
+    variance = sum(max(0.0, rate * (1 - rate)) for rate in (best.get(SUCCESS, 0.0), now.get(SUCCESS, 0.0)))
+    num = sum(row.get("groups/count", 0.0) for row in history[-window:])
+    if fall < max(drop, 2 * math.sqrt(variance / max(1.0, num))):
+        return ""
+    for part in (f"reward/{name.split('/')[1]}" for name in history[-1] if name.startswith(JUDGE)):
+        if part in now and part in best and now[part] - best[part] >= rise:
+            rose = f"{part} rose from {best[part]:.2f} to {now[part]:.2f}"
+            return (
+                f"{rose} and {SUCCESS} fell from {best[SUCCESS]:.2f} to {now[SUCCESS]:.2f}, means over {window} steps"
+            )
+    return ""
+
+
 def _means(rows: History) -> dict[str, float]:
     names = [name for name in rows[-1] if name.startswith(("reward/", SUCCESS))]
     return {name: fmean([row.get(name, 0.0) for row in rows]) for name in names}

@@ -49,6 +49,7 @@ WORLDS: Mapping[str, str] = {
     "gui": "ludus.worlds.apps.world:make_gui_world",
     "guess": "ludus.worlds.guess.world:make_guess_world",
     "household": "ludus.worlds.household.world:make_household_world",
+    "judging": "ludus.worlds.judging.world:make_judging_world",
     "math": "ludus.worlds.math.world:make_math_world",
     "proofs": "ludus.worlds.proofs.world:make_proofs_world",
     "proposals": "ludus.worlds.proposals.world:make_proposals_world",

@@ -135,6 +135,7 @@ WORLDS_WITH_EXPERTS = {
     "guess": {},
     "household": {"num_layouts": 20},
     "gui": {"num_tasks": 40},
+    "judging": {"num_tasks": 40},
     "math": {"tool": "calculator", "num_tasks": 60},
     "proofs": {"num_tasks": 40},
     "puzzles": {"levels": [1], "num_tasks": 40},

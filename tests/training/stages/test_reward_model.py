@@ -20,12 +20,20 @@ from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts, rollouts_path, write_rollouts
 from ludus.rollouts.scheduler import RolloutRequest, SamplingPlan, engine_scheduler
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
-from ludus.training.reward_model.data import examples_of_rollouts, hold_out, load_examples, sample_continuations
-from ludus.training.reward_model.train import auc, losses, measure, reward_step
+from ludus.training.reward_model.data import hold_out, load_examples, sample_continuations
+from ludus.training.reward_model.train import measure
 from ludus.training.run.session import make_engine, open_session
 from ludus.training.run.supervised import split_by_tokens
 from ludus.training.value_models.base import HeadModel
-from ludus.training.value_models.reward_model import RewardExample, RewardModel, ScoredSequence, load_reward_model
+from ludus.training.value_models.reward_model import (
+    RewardExample,
+    RewardModel,
+    ScoredSequence,
+    examples_of_rollouts,
+    load_reward_model,
+    losses,
+    reward_step,
+)
 from ludus.types import Segment, StopReason, Trajectory
 from small_runs import lasting_files, words
 from tests.training.learner.test_learner import tiny_model
@@ -77,13 +85,6 @@ def test_held_out_split_keeps_prompts_whole():
     assert any(hold_out(examples, 0.3, seed) != found for seed in range(1, 5))
     assert not any(example.held_out for example in hold_out(examples, 0.0, 0))
     assert not any(example.held_out for example in hold_out(examples[:3], 0.9, 0))
-
-
-def test_auc_matches_a_hand_computed_value():
-    scores = torch.tensor([0.1, 0.4, 0.4, 0.9])
-    # Pairs (positive, negative): (0.4, 0.1) 1, (0.4, 0.4) a half, (0.9, 0.1) 1, (0.9, 0.4) 1.
-    assert auc(scores, torch.tensor([False, True, False, True])) == 3.5 / 4
-    assert auc(scores, torch.ones(4, dtype=torch.bool)) is None
 
 
 def model_of(kind, seed: int = 0) -> RewardModel:

@@ -41,9 +41,17 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print replayed or calibrated rewards, or the calibration of a judge."""
     if args.episodes < 0:
         raise UserError(f"--episodes is {args.episodes}.", "Set 0 or more.")
-    if args.action == "calibrate" and (args.config is not None or overrides):
-        raise UserError("`ludus rewards calibrate` takes no settings.", "It uses those of the run.")
-    folder = RunFolder(args.run)
+    if args.action != "replay" and (args.config is not None or overrides):
+        raise UserError(f"`ludus rewards {args.action}` takes no settings.", "It uses those of the run.")
+    if args.action == "auc":
+        load_libraries()
+        from ludus.cli.results.reward_auc import print_auc
+
+        print_auc(make_console(), args.run, args.model or (), args.every)
+        return 0
+    if len(args.run) > 1:
+        raise UserError(f"`ludus rewards {args.action}` reads one run.", "Name one run folder.")
+    folder = RunFolder(args.run[0])
     saved = folder.load_config()
     if args.action == "calibrate":
         load_libraries()

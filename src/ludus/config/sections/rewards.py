@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from ludus.config.sections.judges import JudgeConfig
+from ludus.config.sections.reward_models import ModelRefreshConfig
 from ludus.config.sections.section import EpochsSection, Section, check_choice
 
 PROGRESS = "progress"
@@ -69,7 +70,31 @@ class PartConfig(Section):
         return self.model_dump(exclude={"weight", "source", "options"}, exclude_none=True) | self.options
 
 
-class RewardsConfig(Section):
+class RewardModelParts(Section):
+    """The reward models of a run, whose value is the part reward_model."""
+
+    model: str | list[str] | None = None
+    """A run folder of `ludus reward-model`, or one of its checkpoints: `sigmoid(score)` becomes the part reward_model.
+    A list is an ensemble of models of one kind; the part is their mean minus `model_std_coef` times their standard
+    deviation. If unset, the part is not added."""
+    model_std_coef: float = Field(0.0, ge=0)
+    """Ensembles: penalty on the disagreement of the models."""
+    model_weight: float = Field(0.2, ge=0)
+    """Weight of the part reward_model."""
+    model_threshold: float | None = Field(None, gt=0, le=1)
+    """The part reward_model is 1 from this probability on and otherwise 0 (WebRL's outcome model: 0.5); if unset, it is
+    the probability."""
+    model_refresh: ModelRefreshConfig = ModelRefreshConfig()
+
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The reward models of the ensemble; empty if there are none."""
+        if self.model is None:
+            return ()
+        return (self.model,) if isinstance(self.model, str) else tuple(self.model)
+
+
+class RewardsConfig(RewardModelParts):
     """Aggregation of reward parts into one training reward. Evaluations ignore this section."""
 
     preset: Literal["toolrl", "search_r1", "retool", "r1", "composite"] | None = None
@@ -105,17 +130,6 @@ class RewardsConfig(Section):
     turn_verifier_weight: float = Field(0.0, ge=0)
     """Weight of the world's turn verifier: the turn that first reaches a milestone earns the weight divided by the
     number of milestones. 0 disables it."""
-    model: str | list[str] | None = None
-    """A run folder of `ludus reward-model`, or one of its checkpoints: `sigmoid(score)` becomes the part reward_model.
-    A list is an ensemble of models of one kind; the part is their mean minus `model_std_coef` times their standard
-    deviation. If unset, the part is not added."""
-    model_std_coef: float = Field(0.0, ge=0)
-    """Ensembles: penalty on the disagreement of the models."""
-    model_weight: float = Field(0.2, ge=0)
-    """Weight of the part reward_model."""
-    model_threshold: float | None = Field(None, gt=0, le=1)
-    """The part reward_model is 1 from this probability on and otherwise 0 (WebRL's outcome model: 0.5); if unset, it is
-    the probability."""
     judge: JudgeConfig = JudgeConfig()
 
     @model_validator(mode="after")
@@ -130,14 +144,9 @@ class RewardsConfig(Section):
             raise ValueError("rewards.model names a reward model twice; members of an ensemble must differ")
         if self.model_std_coef and len(self.models) < 2:
             raise ValueError("rewards.model_std_coef needs an ensemble: a list of two or more in rewards.model")
+        if self.model_refresh.every and self.model is None:
+            raise ValueError("rewards.model_refresh.every needs rewards.model, which is unset")
         return self
-
-    @property
-    def models(self) -> tuple[str, ...]:
-        """The reward models of the ensemble; empty if there are none."""
-        if self.model is None:
-            return ()
-        return (self.model,) if isinstance(self.model, str) else tuple(self.model)
 
     @property
     def verifies_turns(self) -> bool:

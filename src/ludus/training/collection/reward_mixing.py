@@ -44,8 +44,6 @@ from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.reward_model import (
     RewardEnsemble,
     RewardPrediction,
-    ScoredSequence,
-    action_ends,
     check_ensemble,
     find_reward_model,
     load_ensemble,
@@ -140,6 +138,9 @@ def check_reward_settings(config: Config, world: World) -> None:
             "env.settings.check_turns = true.",
         )
     check_ensemble(settings.models)
+    if settings.model_refresh.every and config.training.learner.shard:
+        text = "rewards.model_refresh trains in one process, and training.learner.shard shards the checkpoints."
+        raise ConfigError(text, "Unset one of them.")
     by_world = {task.tags.get(WORLD_TAG): task for task in reversed(world.tasks("train"))}
     for task in by_world.values():
         _check_task(settings, task)
@@ -371,23 +372,14 @@ class RewardMixer:
         model = self.model
         if model is None:
             return list(trajectories)
-        known = [i for i, t in enumerate(trajectories) if t.num_action_tokens and len(t.rows) == 1]
-        ends = [action_ends(trajectories[i]) for i in known]
-        if model.kind != "process":
-            ends = [places[-1:] for places in ends]
-        inputs = [
-            ScoredSequence(trajectories[i].token_ids, places, (0.0,) * len(places))
-            for i, places in zip(known, ends, strict=True)
-        ]
-        predictions = dict(zip(known, model.predict(inputs, self.microbatch_tokens), strict=True)) if inputs else {}
-        unknown = RewardPrediction((), 0.0)
-        return [self._set_model_part(t, predictions.get(i, unknown), step) for i, t in enumerate(trajectories)]
+        found = model.predict_trajectories(trajectories, self.microbatch_tokens)
+        return [self._set_model_part(t, one, step) for t, one in zip(trajectories, found, strict=True)]
 
     def _set_model_part(self, trajectory: Trajectory, judgement: RewardPrediction, step: int) -> Trajectory:
         """Set the part to the mean value; turn rewards sum to the weight times that mean."""
         part, values = self.parts[-1], judgement.values
-        mean, threshold = sum(values) / len(values) if values else 0.0, self.settings.model_threshold
-        rewards = {MODEL_PART: mean if threshold is None else float(mean >= threshold)}
+        threshold = self.settings.model_threshold
+        rewards = {MODEL_PART: judgement.mean if threshold is None else float(judgement.mean >= threshold)}
         if len(self.settings.models) > 1:
             rewards[MODEL_STD] = judgement.std
         updated = replace(trajectory, rewards={**trajectory.rewards, **rewards})

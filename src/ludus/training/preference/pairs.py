@@ -21,6 +21,7 @@ from ludus.tools.base import Tool
 from ludus.training.batches.rows import Row, microbatches
 from ludus.training.datasets.files import FileDialogue, FilePair, load_records, read_pairs, read_preferences
 from ludus.training.learner.logprobs import LogprobScorer
+from ludus.training.value_models.reward_model import is_usable
 from ludus.types import Message, Trajectory
 
 PAIRS_FILE = "pairs.jsonl.gz"
@@ -272,17 +273,6 @@ def rollout_files(run: Path) -> list[Path]:
             "Use a run of `ludus train` or `ludus rft` with run.save_rollouts.",
         )
     return files
-
-
-def is_usable(record: RolloutRecord, max_tokens: int) -> bool:
-    """Return whether a record is a scored linear trajectory with action tokens, within `max_tokens`."""
-    trajectory = record.trajectory
-    return (
-        record.is_scored
-        and trajectory.num_action_tokens > 0
-        and len(trajectory.rows) == 1
-        and len(trajectory.token_ids) <= max_tokens
-    )
 
 
 def _render_continuation(renderer: Renderer, pair: FilePair, side: Sequence[Message]) -> PairSide:

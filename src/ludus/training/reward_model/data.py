@@ -13,17 +13,15 @@ import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
-from statistics import fmean
 
 from ludus.envs.registry import closing
 from ludus.errors import ConfigError, UserError
-from ludus.rewards.base import Reward, success
 from ludus.rollouts.episode import ChatSession, EngineChatSession
 from ludus.rollouts.ledger import Ledger, RolloutKey
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
 from ludus.rollouts.scheduler import Episode, RolloutRequest, SamplingPlan
 from ludus.training.datasets.files import load_records, read_rollout_file
-from ludus.training.preference.pairs import PreferencePair, is_usable, pairs_of_file, pairs_of_rollouts, rollout_files
+from ludus.training.preference.pairs import PreferencePair, pairs_of_file, pairs_of_rollouts, rollout_files
 from ludus.training.run.run_dir import RunFolder
 from ludus.training.run.session import (
     TrainingSession,
@@ -32,7 +30,7 @@ from ludus.training.run.session import (
     make_engine,
     session_scheduler,
 )
-from ludus.training.value_models.reward_model import RewardExample, ScoredSequence, action_ends
+from ludus.training.value_models.reward_model import RewardExample, ScoredSequence, examples_of_rollouts, is_usable
 from ludus.types import Segment, Trajectory
 
 History = tuple[Segment, ...]
@@ -122,40 +120,6 @@ def gather_examples(session: TrainingSession) -> list[RewardExample]:
         examples = examples_of_rollouts(rows, session.world.rewards, discount, further)
     _check(examples, session)
     return hold_out(examples, settings.held_out, session.config.run.seed)
-
-
-def examples_of_rollouts(
-    records: Sequence[tuple[str, RolloutRecord]],
-    rewards: Sequence[Reward],
-    discount: float | None,
-    further: Sequence[Trajectory] = (),
-) -> list[RewardExample]:
-    """Return one example per named rollout.
-
-    Without `discount` the target of the last action is the success, 1 or 0. With it every turn has a target: the
-    mean return of all rollouts that share the tokens up to and including that turn's action,
-    `discount ^ (remaining turns) * success` each (AgentPRM, arXiv:2502.10325). `further` rollouts only contribute to
-    these means.
-    """
-    ends = [action_ends(record.trajectory) for _, record in records]
-    outcomes = [float(success(rewards, record.trajectory)) for _, record in records]
-    returns: dict[tuple[int, ...], list[float]] = {}
-    if discount is not None:
-        for trajectory in [*(record.trajectory for _, record in records), *further]:
-            positions, outcome = action_ends(trajectory), float(success(rewards, trajectory))
-            for turn, end in enumerate(positions):
-                value = discount ** (len(positions) - 1 - turn) * outcome
-                returns.setdefault(trajectory.token_ids[: end + 1], []).append(value)
-    examples = []
-    for (source, record), positions, outcome in zip(records, ends, outcomes, strict=True):
-        tokens = record.trajectory.token_ids
-        at: tuple[int, ...] = (positions[-1],)
-        targets: tuple[float, ...] = (outcome,)
-        if discount is not None:
-            at, targets = positions, tuple(fmean(returns[tokens[: end + 1]]) for end in positions)
-        prompt = record.trajectory.action_mask.index(True)
-        examples.append(RewardExample(source, prompt, (ScoredSequence(tokens, at, targets),)))
-    return examples
 
 
 def hold_out(examples: Sequence[RewardExample], share: float, seed: int) -> list[RewardExample]:

@@ -10,19 +10,25 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from ludus.config.schema import Config
-from ludus.errors import LearnerError
+from ludus.evaluation.roc import auc
 from ludus.training.batches.rows import batch_of_step, num_steps
 from ludus.training.datasets.files import write_records
-from ludus.training.learner.optimizer import Optimizer
 from ludus.training.reward_model.data import EXAMPLES_FILE, gather_examples, load_examples
 from ludus.training.run.checkpoint import Extra, TrainerState, load_part
 from ludus.training.run.run_dir import RunFolder
 from ludus.training.run.session import TrainingSession
-from ludus.training.run.supervised import SupervisedTraining, split_by_tokens, step_metrics
-from ludus.training.value_models.reward_model import Kind, RewardExample, RewardModel, head_name, make_reward_model
+from ludus.training.run.supervised import SupervisedTraining, split_by_tokens
+from ludus.training.value_models.reward_model import (
+    RewardExample,
+    RewardModel,
+    head_name,
+    losses,
+    make_reward_model,
+    num_terms,
+    reward_step,
+)
 
 log = logging.getLogger(__name__)
 
@@ -80,46 +86,6 @@ def planned_steps(folder: RunFolder, config: Config) -> int | None:
     return num_steps(config.reward_model, num_training(load_examples(file))) if file.is_file() else None
 
 
-def reward_step(
-    model: RewardModel, optimizer: Optimizer, batch: Sequence[RewardExample], max_tokens: int
-) -> dict[str, float]:
-    """Take one optimizer step on the mean loss. Raises LearnerError if the loss is not finite."""
-    total = 0.0
-    for part in split_by_tokens(batch, max_tokens):
-        loss = losses(model, part).sum() / num_terms(model.kind, batch)
-        if not torch.isfinite(loss):
-            raise LearnerError(f"The loss is {float(loss.detach())}.", "Lower reward_model.learning_rate.")
-        torch.autograd.backward(loss)
-        total += float(loss.detach())
-    return {
-        "loss/total": total,
-        **step_metrics(optimizer),
-        "batch/examples": float(len(batch)),
-        "batch/scores": float(sum(len(sequence.positions) for example in batch for sequence in example.sequences)),
-        "batch/total_tokens": float(sum(len(sequence.tokens) for example in batch for sequence in example.sequences)),
-    }
-
-
-def num_terms(kind: Kind, examples: Sequence[RewardExample]) -> int:
-    """Return the number of losses of a batch: one per pair, otherwise one per scored position."""
-    if kind == "pairwise":
-        return len(examples)
-    return sum(len(sequence.positions) for example in examples for sequence in example.sequences)
-
-
-def losses(model: RewardModel, examples: Sequence[RewardExample]) -> Tensor:
-    """Return the loss of each pair (`-log sigmoid(s_chosen - s_rejected)`, Bradley-Terry) or of each position.
-
-    The latter is the binary cross-entropy of `sigmoid(s)` and the target, which may lie between 0 and 1.
-    """
-    sequences = [sequence for example in examples for sequence in example.sequences]
-    scores = torch.cat(model.scores(sequences))
-    if model.kind == "pairwise":
-        return -torch.nn.functional.logsigmoid(scores[::2] - scores[1::2])
-    targets = torch.tensor([target for sequence in sequences for target in sequence.targets]).to(scores)
-    return torch.nn.functional.binary_cross_entropy_with_logits(scores, targets, reduction="none")
-
-
 @torch.no_grad()
 def measure(model: RewardModel, examples: Sequence[RewardExample], max_tokens: int) -> dict[str, float]:
     """Return loss and quality on held-out examples.
@@ -137,15 +103,5 @@ def measure(model: RewardModel, examples: Sequence[RewardExample], max_tokens: i
         return {"loss": loss, "accuracy": float(right.mean()), "margin": float(margin.double().mean())}
     targets = torch.tensor([target for sequence in sequences for target in sequence.targets]).to(scores)
     metrics = {"loss": loss, "error": float((torch.sigmoid(scores) - targets).abs().double().mean())}
-    area = auc(scores, targets > 0.5)
+    area = auc(scores.tolist(), (targets > 0.5).tolist())
     return metrics if area is None else metrics | {"auc": area}
-
-
-def auc(scores: Tensor, positive: Tensor) -> float | None:
-    """Return the probability that a positive scores above a negative, `[N]` scores; None without both."""
-    high, low = scores[positive].double(), scores[~positive].double()
-    if not high.numel() or not low.numel():
-        return None
-    ordered = low.sort().values
-    below, below_or_equal = (torch.searchsorted(ordered, high, right=right).double() for right in (False, True))
-    return float((below + below_or_equal).mean()) / (2 * len(low))

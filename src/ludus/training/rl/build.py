@@ -36,7 +36,7 @@ from ludus.training.collection.filters import AlgorithmState
 from ludus.training.collection.judging import make_judge
 from ludus.training.collection.opponents import OpponentPool
 from ludus.training.collection.prompt_stream import STREAM_FILE, WAITING_FILE, PromptStream, StreamState
-from ludus.training.collection.reward_mixing import make_reward_mixer
+from ludus.training.collection.reward_mixing import RewardMixer, make_reward_mixer
 from ludus.training.collection.rollout_collector import RemoteSampler, RolloutCollector
 from ludus.training.collection.task_categories import PERPLEXITY_FILE, make_curriculum, perplexities
 from ludus.training.collection.task_notes import NOTES_FILE, TaskNotes
@@ -67,6 +67,7 @@ from ludus.training.run.checkpoint import (
 from ludus.training.run.run_dir import RunFolder, damaged, list_checkpoints, save_config
 from ludus.training.run.session import TrainingSession, busy_warning, make_engine
 from ludus.training.value_models.factory import ValueModel, make_value_model, warmup_steps
+from ludus.training.value_models.model_refresh import RewardModelRefresh, restored_refresh
 from ludus.types import Message, Task
 
 if TYPE_CHECKING:
@@ -206,6 +207,7 @@ def build_trainer(
         folder=folder,
         collector=collector,
         train_step=step,
+        refresh=make_refresh(session, reward_mixer, path),
         reference_digests=parts.reference_digests,
         weight_sync=WeightSync.of(config, session.model, engine, probe, ranks),
         trackers=make_trackers(config, folder, done),
@@ -213,6 +215,14 @@ def build_trainer(
         history=MetricsHistory(row.metrics for row in read_metrics(folder.metrics)) if done else MetricsHistory(),
     )
     return trainer, done
+
+
+def make_refresh(
+    session: TrainingSession, mixer: RewardMixer | None, checkpoint: Path | None
+) -> RewardModelRefresh | None:
+    """Return the refresh of the reward models, restored from a checkpoint, if there is one."""
+    models = None if mixer is None else mixer.model
+    return restored_refresh(session.config, session.world.rewards, models, checkpoint)
 
 
 def make_opponents(session: TrainingSession, folder: RunFolder) -> OpponentPool | None:

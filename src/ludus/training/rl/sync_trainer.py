@@ -51,6 +51,7 @@ from ludus.training.run.checkpoint import Extra, TrainerState, prune, save_check
 from ludus.training.run.run_dir import RunFolder, resume_command
 from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.factory import checkpoint_parts
+from ludus.training.value_models.model_refresh import REFRESH_FILE, RewardModelRefresh, model_quality
 from ludus.types import Group
 
 log = logging.getLogger(__name__)
@@ -146,6 +147,8 @@ class SyncTrainer(EvaluatedTrainer):
 
     collector: RolloutCollector
     train_step: TrainStep
+    refresh: RewardModelRefresh | None = None
+    """Training of the reward models during the run, if configured."""
     history: MetricsHistory = field(default_factory=MetricsHistory)
     """Metrics of the steps so far, for alarms."""
     raised: list[Alarm] = field(default_factory=list, init=False)
@@ -253,6 +256,10 @@ class SyncTrainer(EvaluatedTrainer):
     ) -> dict[str, float]:
         """Close the step's ledger, evaluate every `evaluation.every` steps, and write the results."""
         metrics = self.account(step, samples, learned)
+        if (refresh := self.refresh) is not None:
+            refresh.add(step, samples)
+            with clock.phase("train"):
+                metrics |= await dispatch(lambda: refresh.update(step))
         with clock.phase("evaluate"):
             if step % self.session.config.evaluation.every == 0:
                 metrics |= (await self.evaluate(plan_during(self.session.config, step))).metrics()
@@ -293,7 +300,7 @@ class SyncTrainer(EvaluatedTrainer):
         trajectories = [t for group in groups for t in group.trajectories]
         metrics |= configured_metrics(trajectories, self.session.config.run.diagnostics, success)
         if collector.reward_mixer is not None:
-            metrics |= collector.reward_mixer.metrics(step, groups)
+            metrics |= collector.reward_mixer.metrics(step, groups) | model_quality(trajectories, success)
         if collector.explorer is not None:
             explored = self.collector_state.algorithm_state.exploration
             metrics |= collector.explorer.metrics(step, groups, explored.solved, len(explored.counts))
@@ -383,8 +390,10 @@ class SyncTrainer(EvaluatedTrainer):
 
     def save(self, state: TrainerState, files: Mapping[str, str]) -> None:
         session, checkpoints, optimizer = self.session, self.folder.checkpoints, self.train_step.learner.optimizer
-        extra = Extra(checkpoint_parts(self.train_step.value_model), files)
-        save_checkpoint(checkpoints, session.model, session.tokenizer, optimizer, state, extra)
+        parts = checkpoint_parts(self.train_step.value_model)
+        if self.refresh is not None:
+            parts, files = parts | self.refresh.parts(), {**files, REFRESH_FILE: self.refresh.text()}
+        save_checkpoint(checkpoints, session.model, session.tokenizer, optimizer, state, Extra(parts, files))
         prune(checkpoints, session.config.training.keep_checkpoints)
         log.info("saved checkpoint of step %d", state.step)
 

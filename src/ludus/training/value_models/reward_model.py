@@ -1,10 +1,11 @@
-"""Reward models: a policy's body with a scalar head, and ensembles of them."""
+"""Reward models: a policy's body with a scalar head, ensembles of them, their examples, losses and optimizer steps."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import fmean
 from typing import Literal, get_args
 
 import torch
@@ -12,12 +13,15 @@ from torch import Tensor
 
 from ludus.config.schema import Config
 from ludus.engines.models.loading import load_model
-from ludus.errors import UserError
+from ludus.errors import LearnerError, UserError
+from ludus.rewards.base import Reward, success
+from ludus.rollouts.rollout_files import RolloutRecord
 from ludus.training.batches.rows import pad_table
+from ludus.training.learner.optimizer import Optimizer
 from ludus.training.run.checkpoint import load_part
 from ludus.training.run.run_dir import list_checkpoints
 from ludus.training.run.session import TrainingSession
-from ludus.training.run.supervised import split_by_tokens
+from ludus.training.run.supervised import split_by_tokens, step_metrics
 from ludus.training.value_models.base import HeadModel
 from ludus.types import Trajectory
 
@@ -57,6 +61,11 @@ class RewardPrediction:
     values: tuple[float, ...]
     std: float
 
+    @property
+    def mean(self) -> float:
+        """The mean over positions; 0 without any."""
+        return sum(self.values) / len(self.values) if self.values else 0.0
+
 
 @dataclass(frozen=True)
 class RewardEnsemble:
@@ -78,6 +87,22 @@ class RewardEnsemble:
         """Return each attempt's prediction, in batches of at most `max_tokens` tokens (or one attempt)."""
         predictions = [member.predict(sequences, max_tokens) for member in self.members]
         return [self._pooled(torch.tensor(each, dtype=torch.float64)) for each in zip(*predictions, strict=True)]
+
+    def predict_trajectories(self, trajectories: Sequence[Trajectory], max_tokens: int) -> list[RewardPrediction]:
+        """Return the predictions at the last action or, for a process model, at each turn.
+
+        A trajectory without actions or with several rows has no values.
+        """
+        known = [i for i, t in enumerate(trajectories) if t.num_action_tokens and len(t.rows) == 1]
+        ends = [action_ends(trajectories[i]) for i in known]
+        if self.kind != "process":
+            ends = [places[-1:] for places in ends]
+        inputs = [
+            ScoredSequence(trajectories[i].token_ids, places, (0.0,) * len(places))
+            for i, places in zip(known, ends, strict=True)
+        ]
+        found = dict(zip(known, self.predict(inputs, max_tokens), strict=True)) if inputs else {}
+        return [found.get(i, RewardPrediction((), 0.0)) for i in range(len(trajectories))]
 
     def _pooled(self, values: Tensor) -> RewardPrediction:
         """Combine values `[members, positions]`."""
@@ -183,3 +208,88 @@ def action_ends(trajectory: Trajectory) -> tuple[int, ...]:
         if action:
             ends[turn] = place
     return tuple(ends.values())
+
+
+def is_usable(record: RolloutRecord, max_tokens: int) -> bool:
+    """Return whether a record is a scored linear trajectory with action tokens, within `max_tokens`."""
+    trajectory = record.trajectory
+    return (
+        record.is_scored
+        and trajectory.num_action_tokens > 0
+        and len(trajectory.rows) == 1
+        and len(trajectory.token_ids) <= max_tokens
+    )
+
+
+def examples_of_rollouts(
+    records: Sequence[tuple[str, RolloutRecord]],
+    rewards: Sequence[Reward],
+    discount: float | None,
+    further: Sequence[Trajectory] = (),
+) -> list[RewardExample]:
+    """Return one example per named rollout.
+
+    Without `discount` the target of the last action is the success, 1 or 0. With it every turn has a target: the
+    mean return of all rollouts that share the tokens up to and including that turn's action,
+    `discount ^ (remaining turns) * success` each (AgentPRM, arXiv:2502.10325). `further` rollouts only contribute to
+    these means.
+    """
+    ends = [action_ends(record.trajectory) for _, record in records]
+    outcomes = [float(success(rewards, record.trajectory)) for _, record in records]
+    returns: dict[tuple[int, ...], list[float]] = {}
+    if discount is not None:
+        for trajectory in [*(record.trajectory for _, record in records), *further]:
+            positions, outcome = action_ends(trajectory), float(success(rewards, trajectory))
+            for turn, end in enumerate(positions):
+                value = discount ** (len(positions) - 1 - turn) * outcome
+                returns.setdefault(trajectory.token_ids[: end + 1], []).append(value)
+    examples = []
+    for (source, record), positions, outcome in zip(records, ends, outcomes, strict=True):
+        tokens = record.trajectory.token_ids
+        at: tuple[int, ...] = (positions[-1],)
+        targets: tuple[float, ...] = (outcome,)
+        if discount is not None:
+            at, targets = positions, tuple(fmean(returns[tokens[: end + 1]]) for end in positions)
+        prompt = record.trajectory.action_mask.index(True)
+        examples.append(RewardExample(source, prompt, (ScoredSequence(tokens, at, targets),)))
+    return examples
+
+
+def reward_step(
+    model: RewardModel, optimizer: Optimizer, batch: Sequence[RewardExample], max_tokens: int
+) -> dict[str, float]:
+    """Take one optimizer step on the mean loss. Raises LearnerError if the loss is not finite."""
+    total = 0.0
+    for part in split_by_tokens(batch, max_tokens):
+        loss = losses(model, part).sum() / num_terms(model.kind, batch)
+        if not torch.isfinite(loss):
+            raise LearnerError(f"The loss is {float(loss.detach())}.", "Lower reward_model.learning_rate.")
+        torch.autograd.backward(loss)
+        total += float(loss.detach())
+    return {
+        "loss/total": total,
+        **step_metrics(optimizer),
+        "batch/examples": float(len(batch)),
+        "batch/scores": float(sum(len(sequence.positions) for example in batch for sequence in example.sequences)),
+        "batch/total_tokens": float(sum(len(sequence.tokens) for example in batch for sequence in example.sequences)),
+    }
+
+
+def num_terms(kind: Kind, examples: Sequence[RewardExample]) -> int:
+    """Return the number of losses of a batch: one per pair, otherwise one per scored position."""
+    if kind == "pairwise":
+        return len(examples)
+    return sum(len(sequence.positions) for example in examples for sequence in example.sequences)
+
+
+def losses(model: RewardModel, examples: Sequence[RewardExample]) -> Tensor:
+    """Return the loss of each pair (`-log sigmoid(s_chosen - s_rejected)`, Bradley-Terry) or of each position.
+
+    The latter is the binary cross-entropy of `sigmoid(s)` and the target, which may lie between 0 and 1.
+    """
+    sequences = [sequence for example in examples for sequence in example.sequences]
+    scores = torch.cat(model.scores(sequences))
+    if model.kind == "pairwise":
+        return -torch.nn.functional.logsigmoid(scores[::2] - scores[1::2])
+    targets = torch.tensor([target for sequence in sequences for target in sequence.targets]).to(scores)
+    return torch.nn.functional.binary_cross_entropy_with_logits(scores, targets, reduction="none")
