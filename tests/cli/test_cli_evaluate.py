@@ -362,3 +362,21 @@ def test_a_run_without_a_checkpoint_cannot_be_followed(tiny_run, tmp_path):
     shutil.rmtree(run / "checkpoints")
     assert "ended without a checkpoint" in refused("eval", "--run", run, "--follow")
     assert "--follow needs a run" in refused("eval", "search", "--model", "nowhere", "--follow")
+
+
+@pytest.mark.slow
+def test_search_is_compared_with_attempts_of_equal_tokens(tmp_path):
+    folder, out = tmp_path / "found", tmp_path / "out.json"
+    words = ("--evaluation.samples", 4, "--evaluation.tasks", 8, "--evaluation.splits", '["test"]')
+    words += ("--evaluation.search.method", "mcts", "--evaluation.search.alpha", "1", "--run.threads", 1)
+    said = ludus("eval", "guess", *words, "--run.dir", folder, "--json", out)
+    assert said.code == 0, said
+    assert "mcts by majority" in said.out
+    report = json.loads(out.read_text())[-1]
+    names = [row["method"].split(" by")[0] for row in report["rows"]]
+    assert names == ["one attempt (pass@1)", "any of 4 (pass@4)", "best of 4", "mcts"]
+    (rollouts,) = (folder / "probes").glob("search-mcts-majority-*.jsonl.gz")
+    selected = list(read_rollouts(rollouts))
+    assert len(selected) == 8
+    assert report["rows"][-1]["success"]["value"] == sum(one.trajectory.rewards["found"] for one in selected) / 8
+    refused("eval", "guess", "--evaluation.search.method", "mcts", "--run.dir", folder)  # a single attempt per task

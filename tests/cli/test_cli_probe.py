@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from chat_server import Reply, say, serving
-from ludus.cli.evaluate.probe import report_table
+from ludus.cli.ui.tables import report_table
 from ludus.evaluation.probes.two_models import transfer_report
 from ludus.training.run.run_dir import RunFolder
 from ludus.viewer.pages import RunPages

@@ -27,6 +27,7 @@ from ludus.config.sections.rollout import EngineConfig, EnvConfig, RolloutConfig
 from ludus.config.sections.section import Section
 from ludus.config.sections.stages import PreferenceConfig, RftConfig, SftConfig
 from ludus.config.sections.training import StalenessConfig, TrainingConfig
+from ludus.config.sections.tree_search import DecodingSearchConfig, check_search
 
 
 class EvaluationConfig(Section):
@@ -49,6 +50,13 @@ class EvaluationConfig(Section):
     """Split of evaluations during training."""
     tasks_during: int = Field(96, ge=1)
     """Maximum tasks of an evaluation during training, the same ones each time."""
+    search: DecodingSearchConfig = DecodingSearchConfig()
+
+    @model_validator(mode="after")
+    def _search_has_attempts(self) -> Self:
+        if self.search.method != "none" and (self.samples < 2 or not any(self.temperatures)):
+            raise ValueError("evaluation.search needs evaluation.samples of at least 2 and a temperature above 0")
+        return self
 
 
 AlarmAction = Literal["off", "note", "warn", "lower_learning_rate", "raise_kl", "pause", "stop"]
@@ -148,6 +156,17 @@ class Config(RolloutSections):
     reward_model: RewardModelConfig = RewardModelConfig()
     evaluation: EvaluationConfig = EvaluationConfig()
     run: RunConfig = RunConfig()
+
+    @model_validator(mode="after")
+    def _can_search(self) -> Self:
+        if self.evaluation.search.method == "mcts":
+            check_search("evaluation.search.method mcts", self.rollout)
+        if self.preference.search.simulations:
+            check_search("preference.search", self.rollout)
+            if self.rollout.temperature != 1:
+                why = "the logged log-probabilities are the reference"
+                raise ValueError(f"preference.search needs rollout.temperature 1: {why}")
+        return self
 
     @model_validator(mode="after")
     def _budgets_fit(self) -> Self:

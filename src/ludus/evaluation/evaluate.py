@@ -315,10 +315,15 @@ def summarise(
 def save_evaluation(folder: Path, result: Evaluation, episodes: Sequence[Episode], name: str | None = None) -> Path:
     """Write `NAME.json` (result) and `NAME.jsonl.gz` (rollouts), named as the plan by default; return the JSON path."""
     path = folder / f"{name or result.plan.name}.json"
-    write_rollouts(path.with_suffix(".jsonl.gz"), [_record(episode) for episode in episodes])
+    save_episodes(path.with_suffix(".jsonl.gz"), episodes)
     with replaced_file(path) as file:
         file.write((json.dumps(evaluation_data(result), indent=1) + "\n").encode())
     return path
+
+
+def save_episodes(path: Path, episodes: Sequence[Episode]) -> None:
+    """Write the rollouts of an evaluation."""
+    write_rollouts(path, [_record(episode) for episode in episodes])
 
 
 def evaluation_data(result: Evaluation) -> dict[str, object]:

@@ -35,7 +35,7 @@ from ludus.rollouts.episode import (
 )
 from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollouts.reward_executor import RewardExecutor, ThreadRewardExecutor, add_seconds
-from ludus.rollouts.trees import run_tree
+from ludus.rollouts.trees import RunPath, run_tree
 from ludus.tools.notes import Notes, notes_tools
 from ludus.types import Completion, Failure, SamplingParams, Segment, StopReason, Task, ToolStatus, Trajectory
 
@@ -152,6 +152,9 @@ ChatSessionFactory = Callable[[RolloutRequest], ChatSession]
 Attempt = Callable[[RolloutRequest], Awaitable[Trajectory]]
 """Callable that runs one attempt. Raises WorldError or EngineError if the infrastructure fails."""
 
+Search = Callable[[RolloutRequest, RunPath], Awaitable[Trajectory]]
+"""Callable that turns the paths of an episode into its trajectory, such as `TreeSearch`."""
+
 InfrastructureError = WorldError | EngineError
 
 CANCELLED = "cancelled"  # drop reason of a cancelled episode
@@ -189,7 +192,8 @@ class Scheduler:
 
     `limits_of` returns the settings of a task (None: `rollout_for`). `remote`, if set, runs the attempts; ledger and
     retries stay in this process. `scoring` computes the rewards, unless `scores` is off. If `branch` is set, episodes
-    that are not greedy are sampled as trees. `agents` serves the policy to agents that call it under a base URL.
+    that are not greedy are sampled as trees; `search`, if set, runs the paths of an episode. `agents` serves the policy
+    to agents that call it under a base URL.
     """
 
     world: World
@@ -202,6 +206,7 @@ class Scheduler:
     scores: bool = True
     scoring: RewardExecutor = field(default_factory=ThreadRewardExecutor)
     branch: BranchConfig | None = None
+    search: Search | None = None
     agents: AgentServer | None = None
     opponents: Opponents | None = None
     _slots: asyncio.Semaphore | None = field(default=None, init=False)
@@ -299,9 +304,12 @@ class Scheduler:
         if self.world.episodes_at_once is not None and self._slots is None:
             self._slots = asyncio.Semaphore(self.rollout.concurrency)
         async with self._slots or nullcontext():
+            run_path = partial(self._run_path, request)
+            if self.search is not None:
+                return await self.search(request, run_path)
             if self.branch is None or request.greedy:
-                return await self._run_path(request, (), 0)
-            return await run_tree(self.branch, partial(self._run_path, request))
+                return await run_path((), 0)
+            return await run_tree(self.branch, run_path)
 
     async def _run_path(self, request: RolloutRequest, recorded: tuple[Segment, ...], number: int) -> Trajectory:
         """Run a path of the episode's tree; path 0 is the trunk, or the whole episode without branches."""

@@ -514,3 +514,34 @@ def test_bad_input_is_reported_in_one_sentence_and_nothing_is_written(source, ti
     assert "preference.loss" in refused("preference", "--resume", trained, "--preference.loss", "ipo")
     assert "preference.steps is 3, but 4 steps" in refused("preference", "--resume", trained, "--preference.steps", "3")
     assert f"ludus preference --resume {trained}" in refused("train", "--resume", trained)
+
+
+@pytest.mark.slow
+def test_pairs_of_a_tree_search_train_against_the_logged_behaviour(tmp_path):
+    words = ("--preference.search.simulations", 8, "--preference.search.alpha", "1", "--preference.tasks", 6)
+    words += ("--env.check", "false", "--run.threads", 1, "--preference.batch_size", 4)
+    folders = [tmp_path / name for name in ("whole", "cut")]
+    for folder, steps in zip(folders, (3, 1), strict=True):
+        given = (*words, "--preference.steps", steps, "--preference.checkpoint_every", 1)
+        said = ludus("preference", "guess", *given, "--run.dir", folder)
+        assert said.code == 0, said
+    assert ludus("preference", "--resume", folders[1], "--preference.steps", 3).code == 0
+    assert lasting_files(folders[1]) == lasting_files(folders[0])
+    records = list(read_rollouts(rollouts_path(folders[0], 0)))
+    assert len(records) == 6
+    assert all(len(record.trajectory.leaves) > 1 for record in records)
+    logged = {
+        (tuple(t for j in row[: row.index(i) + 1] for t in one.segments[j].tokens), one.segments[i].logprobs)
+        for one in (record.trajectory for record in records)
+        for row in one.rows
+        for i in row
+        if one.segments[i].kind == "action"
+    }
+    pairs = load_pairs(folders[0] / "pairs.jsonl.gz")
+    assert pairs
+    assert all(pair.gap > 0.2 for pair in pairs)
+    assert all((side.tokens, side.reference) in logged for pair in pairs for side in pair.sides)
+    first, *later = (row.metrics for row in read_metrics(folders[0] / "metrics.jsonl"))
+    assert first["preference/margin"] == pytest.approx(0, abs=1e-4)  # the policy is its own reference
+    assert first["search/simulations"] == sum(len(record.trajectory.leaves) for record in records)
+    assert "search/simulations" not in later[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
@@ -15,7 +16,7 @@ from rich.console import Console
 
 from ludus.cli.arguments import model_settings, policy_config, raise_first, recipe_config
 from ludus.cli.ui.fitted_table import write_result_files
-from ludus.cli.ui.tables import evaluation_tables, print_evaluations
+from ludus.cli.ui.tables import evaluation_tables, print_evaluations, report_table
 from ludus.cli.ui.terminal import announce, bars, load_libraries, make_console, print_line, print_text
 from ludus.config.paths import check_model_folder
 from ludus.config.schema import Config
@@ -27,11 +28,13 @@ from ludus.errors import ConfigError, LudusError, UserError
 from ludus.evaluation import evaluate
 from ludus.evaluation.analysis.cost import TokenPrice, checked_price, measure_cost, read_price
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, SavedEvaluation
+from ludus.evaluation.probes.common import ProbeReport
 from ludus.evaluation.tables import format_sampling, format_temperature
 from ludus.gateway.agents import agent_server
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.openai_client import OpenAIClient, OpenAIClientSettings, TokenUsage, endpoint_chat_factory
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
+from ludus.rollouts.rollout_files import replaced_file
 from ludus.rollouts.scheduler import Episode, SamplingPlan, Scheduler, engine_scheduler, scheduler
 from ludus.training.run import run_dir
 from ludus.training.run.preflight import model_path
@@ -65,11 +68,17 @@ def evaluate_newest(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         check_model_folder(model_path(config))
     announce(f"Building the world {config.env.name} and its tasks ...")
     world = check_world(config, args.baseline)
+    if args.endpoint and config.evaluation.search.method != "none":
+        raise UserError("evaluation.search needs the tokens of the model.", "Use --run or --model PATH.")
     console = make_console()
-    results, saved = asyncio.run(_evaluate(args, config, world, console, price))
+    results, saved, searches = asyncio.run(_evaluate(args, config, world, console, price))
     outcomes = [part.name for part in world.rewards if part.outcome]
     print_evaluations(console, results, outcomes)
-    write_result_files(args, list(map(evaluate.evaluation_data, results)), evaluation_tables(results, outcomes))
+    for search in searches:
+        console.print(report_table(search))
+        print_text(console, " ".join(search.notes))
+    data = [*map(evaluate.evaluation_data, results), *(search.to_json() for search in searches)]
+    write_result_files(args, data, [*evaluation_tables(results, outcomes), *(search.table for search in searches)])
     for notice in results[-1].notices:
         print_text(console, notice, "yellow")
     reproducible = config.rollout.reproducible and not args.endpoint
@@ -127,9 +136,9 @@ def _read_api_key(path: Path) -> str:
 
 async def _evaluate(
     args: argparse.Namespace, config: Config, world: World, console: Console, price: TokenPrice | None
-) -> tuple[list[Evaluation], list[SavedEvaluation]]:
+) -> tuple[list[Evaluation], list[SavedEvaluation], list[ProbeReport]]:
     label = f"baseline-{args.baseline}" if args.baseline else ""
-    results, saved, folder = [], [], None
+    results, saved, searches, folder = [], [], list[ProbeReport](), None
     try:
         async with open_backend(args, config, world) as backend, closing(world):
             folder = _result_folder(args, config)
@@ -142,11 +151,28 @@ async def _evaluate(
                 cost = measure_cost(episodes, sum(count > 0 for count in result.successes), usage, price)
                 results.append(replace(result, notices=backend.notices(), cost=cost))
                 saved.append(evaluate.save_or_compare(folder.evaluations, results[-1], episodes, label))
+                if config.evaluation.search.method != "none" and plan.temperature > 0:
+                    searches.append(await _search(backend, config, plan, episodes, folder))
     except LudusError as error:
         if folder is not None and folder.path != args.run and run_dir.remove_unstarted(folder):
             error.hint = f"{error.hint}\nNo result was saved; the folder {folder.path} was removed."
         raise
-    return results, saved
+    return results, saved, searches
+
+
+async def _search(
+    backend: EvalBackend, config: Config, plan: EvaluationPlan, episodes: Sequence[Episode], folder: RunFolder
+) -> ProbeReport:
+    """Measure `evaluation.search` on the tasks of an evaluation; store the report and the selected episodes."""
+    from ludus.evaluation.search import measure_search
+
+    sampling, settings = SamplingPlan("evaluate", plan.temperature, plan.seed), config.evaluation.search
+    report, selected = await measure_search(lambda: backend.scheduler(sampling), plan, episodes, settings)
+    path = folder.probes / f"search-{settings.method}-{settings.selector}-{plan.name}.json"
+    evaluate.save_episodes(path.with_suffix(".jsonl.gz"), selected)
+    with replaced_file(path) as file:
+        file.write(json.dumps(report.to_json(), indent=1).encode() + b"\n")
+    return report
 
 
 def _headline(args: argparse.Namespace, config: Config, backend: EvalBackend) -> str:

@@ -10,14 +10,15 @@ from contextlib import asynccontextmanager
 from dataclasses import dataclass
 
 from ludus.cli.evaluate.eval import EvalBackend, check_arguments, check_world, evaluation_config, open_backend
-from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table, write_result_files
+from ludus.cli.ui.fitted_table import write_result_files
+from ludus.cli.ui.tables import report_table
 from ludus.cli.ui.terminal import announce, make_console, print_line, print_text
 from ludus.config.schema import Config
 from ludus.envs.base import World
 from ludus.envs.registry import closing
 from ludus.errors import UserError
 from ludus.evaluation.evaluate import check_split
-from ludus.evaluation.probes.common import MeanEstimate, ProbePlan, ProbeReport, roll_out
+from ludus.evaluation.probes.common import ProbePlan, ProbeReport, roll_out
 from ludus.evaluation.probes.counterfactuals import measure_counterfactuals
 from ludus.evaluation.probes.endpoint import diagnose_endpoint
 from ludus.evaluation.probes.scaling import measure_scaling
@@ -186,14 +187,3 @@ async def _measure(
     """Return the report, and the training step of the probed model."""
     async with open_backend(args, config, world, args.step) as backend, closing(world):
         return await kind.measure(ProbeContext(args, config, world, backend, plan)), backend.step
-
-
-def report_table(report: ProbeReport) -> FittedTable:
-    """Return the rows as a table; with 3 or more columns of intervals, these are on a second line."""
-    measured = {name for row in report.rows for name, cell in row.items() if isinstance(cell, MeanEstimate)}
-    between = "\n[" if len(measured) > 2 else " ["
-    cells = [
-        [str(cell).replace(" [", between) if isinstance(cell, MeanEstimate) else cell for cell in row.values()]
-        for row in report.rows
-    ]
-    return make_table([TableColumn(name, wrap=True) for name in report.rows[0]], cells, report.title)

@@ -91,7 +91,8 @@ def _check_pending(stage: Stage, config: Config) -> None:
     world = build_world(config.env, config.rollout, config.sandbox)
     load_libraries()
     STAGES[stage.kind].check(config, world)
-    samples_attempts = not (_has_source(stage, config) or _earlier(stage, *SAMPLES))
+    searches = config.preference.search.simulations > 0
+    samples_attempts = searches or not (_has_source(stage, config) or _earlier(stage, *SAMPLES))
     samples_rollouts = {"preference": samples_attempts, "reward-model": config.reward_model.rollouts > 0}
     if samples_rollouts.get(stage.kind, stage.kind in SAMPLES) and config.cluster.kind != "ray":
         check_sandbox(config.sandbox, world)
@@ -106,7 +107,9 @@ def _prefix_errors(stage: Stage) -> Iterator[None]:
 
 
 def _has_source(stage: Stage, config: Config) -> bool:
-    """Return whether a stage that trains on rollouts names a run or a file of them."""
+    """Return whether a stage that trains on rollouts names a run or a file of them, or searches for its pairs."""
+    if stage.kind == "preference" and config.preference.search.simulations:
+        return True
     settings = config.preference if stage.kind == "preference" else config.reward_model
     return settings.run is not None or settings.data is not None
 

@@ -257,7 +257,11 @@ class PreferenceStage(TrainingStage):
     needs_model = "Preference training needs a model that can already act"
 
     def check(self, config: Config, world: World) -> None:
-        """Raise UserError for a source of pairs that cannot be read."""
+        """Raise UserError for a source of pairs that cannot be read, or a world that cannot be searched."""
+        from ludus.rollouts.search.mcts import check_searchable
+
+        if config.preference.search.simulations:
+            check_searchable(world, "preference.search")
         _check_source(config.preference.data, config.preference.run, pairs=True)
 
     def prepare(self, config: Config, new: bool) -> TrainFunction:

@@ -10,6 +10,7 @@ from rich.console import Console
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import print_text
 from ludus.evaluation.evaluate import Evaluation, powers_of_two
+from ludus.evaluation.probes.common import MeanEstimate, ProbeReport
 from ludus.evaluation.tables import format_rate, format_sampling, format_success
 
 DETECTED = "is detected with a power of 80 % at the 5 % level"
@@ -117,3 +118,14 @@ def _stop_table(results: Sequence[Evaluation]) -> FittedTable:
     rows = ((reason, *(f"{count[reason] / max(1, count.total()):.1%}" for count in counts)) for reason in reasons)
     titles = (f"{result.plan.split}, {format_sampling(result.plan)}" for result in results)
     return make_table(("stop reason", *titles), rows, "Stop reasons")
+
+
+def report_table(report: ProbeReport) -> FittedTable:
+    """Return the rows as a table; with 3 or more columns of intervals, these are on a second line."""
+    measured = {name for row in report.rows for name, cell in row.items() if isinstance(cell, MeanEstimate)}
+    between = "\n[" if len(measured) > 2 else " ["
+    cells = [
+        [str(cell).replace(" [", between) if isinstance(cell, MeanEstimate) else cell for cell in row.values()]
+        for row in report.rows
+    ]
+    return make_table([TableColumn(name, wrap=True) for name in report.rows[0]], cells, report.title)

@@ -6,7 +6,15 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
-from ludus.config.sections.section import EpochsSection, OptimizerSection, Section, SupervisedSection, check_choice
+from ludus.config.sections.section import (
+    EpochsSection,
+    OptimizerSection,
+    Section,
+    SupervisedSection,
+    changed,
+    check_choice,
+)
+from ludus.config.sections.tree_search import StepSearchConfig
 from ludus.types import DataClass
 
 
@@ -123,6 +131,14 @@ class PreferenceConfig(EpochsSection):
     """Without `run` and `data`: training tasks that the model attempts, or all if there are fewer."""
     samples: int = Field(8, ge=2)
     """Attempts per task, at rollout.temperature."""
+    search: StepSearchConfig = StepSearchConfig()
+
+    @model_validator(mode="after")
+    def _searches_alone(self) -> Self:
+        others = ("run", "data", "pairs", "samples", "min_reward_gap")
+        if self.search.simulations and (set_ones := [name for name in others if name in changed(self)]):
+            raise ValueError(f"preference.search samples its own pairs: unset preference.{set_ones[0]}")
+        return self
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:

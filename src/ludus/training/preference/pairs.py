@@ -243,15 +243,20 @@ def with_mismatched(pairs: Sequence[PreferencePair], max_tokens: int) -> list[Pr
 
 @torch.no_grad()
 def with_reference(pairs: Sequence[PreferencePair], scorer: LogprobScorer, max_tokens: int) -> list[PreferencePair]:
-    """Return the pairs with the reference's log-probabilities; `max_tokens` limits a forward pass."""
+    """Return the pairs with the reference's log-probabilities, unless they have logged ones.
+
+    `max_tokens` limits a forward pass.
+    """
     sides = [side for pair in pairs for side in pair.all_sides]
     device = next(scorer.model.parameters()).device
-    scored: dict[int, PairSide] = {}
-    rows = [side.row for side in sides]
+    scored = {i: side for i, side in enumerate(sides) if side.reference}
+    unscored = [i for i in range(len(sides)) if i not in scored]
+    rows = [sides[i].row for i in unscored]
     for part in microbatches(rows, max_tokens, device, torch.float32, shared=scorer.shares_prefixes):
         logprobs = scorer.score(part.tokens, part.trains).logprobs.cpu()
         trains = part.trains.cpu()
-        for place, i in enumerate(part.index):
+        for place, index in enumerate(part.index):
+            i = unscored[index]
             scored[i] = replace(sides[i], reference=tuple(logprobs[place][trains[place]].tolist()))
     in_order = iter([scored[i] for i in range(len(sides))])
     return [_with_sides(pair, [next(in_order) for _ in pair.all_sides]) for pair in pairs]

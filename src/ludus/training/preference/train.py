@@ -1,8 +1,8 @@
 """Preference training on pairs of trajectories, and KTO and BCO on labelled ones; the losses are `PREFERENCES`.
 
-Pairs come from a file, the rollouts of a run, or newly sampled attempts, which depend on the seed only. The reference
-is the model before the first step; it scores every pair once. The pairs of a step depend on the seed and the step only,
-so a resumed run is bit-identical to an uninterrupted one.
+Pairs come from a file, the rollouts of a run, or newly sampled attempts or trees, which depend on the seed only. The
+reference is the model before the first step, which scores every pair once; pairs of trees have logged ones instead.
+The pairs of a step depend on the seed and the step only, so a resumed run is bit-identical to an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -11,8 +11,8 @@ import asyncio
 import json
 import logging
 import sys
-from collections.abc import Collection, Sequence
-from dataclasses import asdict, dataclass, replace
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -24,8 +24,9 @@ from ludus.engines.base import Engine
 from ludus.envs.registry import closing
 from ludus.errors import LearnerError, UserError
 from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
-from ludus.rollouts.rollout_files import RolloutRecord, rollouts_path, write_rollouts
+from ludus.rollouts.rollout_files import RolloutRecord, replaced_file, rollouts_path, write_rollouts
 from ludus.rollouts.scheduler import Episode, RolloutRequest, SamplingPlan
+from ludus.rollouts.search.mcts import TreeSearch, check_searchable
 from ludus.training.batches.rows import batch_of_step, microbatches, num_steps
 from ludus.training.collection.rollout_collector import EpisodeReporter
 from ludus.training.credit.advantages import TrainingSample, failed_status
@@ -48,6 +49,7 @@ from ludus.training.preference.pairs import (
     with_mismatched,
     with_reference,
 )
+from ludus.training.preference.tree_search import SEARCH_FILE, pairs_of_tree, search_metrics, tree_search
 from ludus.training.rl.build import probe_tokens
 from ludus.training.rl.validate import check_rollouts
 from ludus.training.rl.weight_sync import WeightSync
@@ -65,28 +67,45 @@ from ludus.training.run.supervised import SupervisedTraining, split_by_tokens, s
 log = logging.getLogger(__name__)
 
 
-async def _sample_attempts(session: TrainingSession, engine: Engine, reporter: EpisodeReporter | None) -> list[Episode]:
-    """Sample `samples` attempts at `tasks` tasks, or all if there are fewer; attempts at a task are consecutive."""
+@dataclass(frozen=True)
+class SampledAttempts:
+    """Sampled episodes, and the search of `preference.search`, if they are its trees."""
+
+    episodes: Sequence[Episode]
+    search: TreeSearch | None = None
+
+
+async def _sample_attempts(
+    session: TrainingSession, engine: Engine, reporter: EpisodeReporter | None
+) -> SampledAttempts:
+    """Sample `samples` attempts at `tasks` tasks, or all if there are fewer; attempts at a task are consecutive.
+
+    With `preference.search` sample a tree for each task instead.
+    """
     config, world, settings = session.config, session.world, session.config.preference
     num = min(settings.tasks, len(world.tasks("train")))
     tasks = world.order(config.run.seed, num, 1).take(0, num)
-    requests = [RolloutRequest(RolloutKey(0, task.id, i), task) for task in tasks for i in range(settings.samples)]
+    samples = 1 if settings.search.simulations else settings.samples
+    requests = [RolloutRequest(RolloutKey(0, task.id, i), task) for task in tasks for i in range(samples)]
     plan = SamplingPlan("attempts", config.rollout.temperature, config.run.seed)
     async with closing(world):
         await WeightSync.of(config, session.model, engine, probe_tokens(session)).publish(0)
         scheduler = session_scheduler(session, engine, plan, Ledger())
+        search = tree_search(scheduler, settings.search) if settings.search.simulations else None
+        scheduler.search = search
         if reporter is None:
-            return await scheduler.run(requests)
+            return SampledAttempts(await scheduler.run(requests), search)
         reporter.phase("attempts", len(requests), engine)
-        return await scheduler.run(requests, reporter.episode)
+        return SampledAttempts(await scheduler.run(requests, reporter.episode), search)
 
 
 @dataclass(frozen=True)
 class GatheredPairs:
-    """Pairs to train on, and the attempts that were sampled for them, if any."""
+    """Pairs to train on, the attempts that were sampled for them, if any, and the metrics of a search."""
 
     pairs: Sequence[PreferencePair]
     sampled: Sequence[RolloutRecord] = ()
+    metrics: Mapping[str, float] = field(default_factory=dict)
 
 
 def gather_pairs(session: TrainingSession, reporter: EpisodeReporter | None = None) -> GatheredPairs:
@@ -97,6 +116,7 @@ def gather_pairs(session: TrainingSession, reporter: EpisodeReporter | None = No
     """
     settings, limit = session.config.preference, session.config.rollout.max_seq_len
     sampled: Sequence[RolloutRecord] = ()
+    metrics: Mapping[str, float] = {}
     if settings.data is not None:
         pairs = pairs_of_file(Path(settings.data), session.renderer, limit, settings.loss in UNPAIRED_LOSSES)
         fault = f"No dialogue of {settings.data} fits into rollout.max_seq_len = {limit}."
@@ -111,32 +131,42 @@ def gather_pairs(session: TrainingSession, reporter: EpisodeReporter | None = No
             pairs = pairs_of_rollouts(files, settings.min_reward_gap, limit, _pair_maker(session))
             fault = f"No group of {settings.run} has two attempts with different rewards that make a pair."
     else:
-        pairs, sampled = _sample_pairs(session, reporter)
+        gathered = _sample_pairs(session, reporter)
+        pairs, sampled, metrics = list(gathered.pairs), gathered.sampled, gathered.metrics
         fault = "No task has two attempts of the model with different rewards that make a pair."
     if not pairs:
         raise UserError(fault, "See docs/use/stages.md, lower preference.min_reward_gap, or set preference.threshold.")
     check_vocabulary((side.tokens for pair in pairs for side in pair.all_sides), session)
-    return GatheredPairs(with_mismatched(pairs, limit) if PREFERENCES[settings.loss].mismatched else pairs, sampled)
+    mismatched = PREFERENCES[settings.loss].mismatched
+    return GatheredPairs(with_mismatched(pairs, limit) if mismatched else pairs, sampled, metrics)
 
 
-def _sample_pairs(
-    session: TrainingSession, reporter: EpisodeReporter | None
-) -> tuple[list[PreferencePair], Sequence[RolloutRecord]]:
-    """Return pairs of attempts by the session's model, and the records of all attempts."""
+def _sample_pairs(session: TrainingSession, reporter: EpisodeReporter | None) -> GatheredPairs:
+    """Return pairs of attempts by the session's model, or of its search, and the records of all attempts."""
     settings, limit = session.config.preference, session.config.rollout.max_seq_len
+    if settings.search.simulations:
+        check_searchable(session.world, "preference.search")
     check_rollouts(session.config, session.world)
     engine = make_engine(session)
     try:
-        episodes = asyncio.run(_sample_attempts(session, engine, reporter))
+        sampled = asyncio.run(_sample_attempts(session, engine, reporter))
     finally:
         asyncio.run(engine.close())
-    records = [TrainingSample(episode, *failed_status(episode, "no pair")).record for episode in episodes]
-    pairs = _pair_maker(session)("step-000000", records, settings.min_reward_gap, limit)
+    records = [TrainingSample(episode, *failed_status(episode, "no pair")).record for episode in sampled.episodes]
+    metrics: dict[str, float] = {}
+    if sampled.search is None:
+        pairs = _pair_maker(session)("step-000000", records, settings.min_reward_gap, limit)
+    else:
+        trees = [(one.task.id, sampled.search.results.get(one.task.id)) for one in sampled.episodes]
+        done = [(task, tree) for task, tree in trees if tree is not None]
+        found = (pairs_of_tree(f"step-000000/{task}", one.root, settings.search, limit) for task, one in done)
+        pairs, metrics = [pair for of_tree in found for pair in of_tree], search_metrics(tree for _, tree in done)
     sides = {side.tokens for pair in pairs for side in pair.all_sides}
-    return pairs, [
+    marked = [
         replace(record, outcome=RolloutOutcome.TRAINED, reason="trained") if _is_in_pair(record, sides) else record
         for record in records
     ]
+    return GatheredPairs(pairs, marked, metrics)
 
 
 def _has_labels(settings: PreferenceConfig, run: RunFolder) -> bool:
@@ -185,7 +215,9 @@ class PreferenceTraining(SupervisedTraining):
         """Take one optimizer step on a batch of pairs."""
         index = batch_of_step(step, len(self.pairs), self.settings.batch_size, self.session.config.run.seed)
         batch = [self.pairs[i] for i in index]
-        return preference_step(self._scorer, self.optimizer, batch, self.settings, self.running)
+        metrics = preference_step(self._scorer, self.optimizer, batch, self.settings, self.running)
+        search = self.folder.path / SEARCH_FILE
+        return metrics | (json.loads(search.read_text("utf-8")) if step == 1 and search.is_file() else {})
 
 
 def _store_pairs(session: TrainingSession, folder: RunFolder, gathered: GatheredPairs) -> None:
@@ -195,6 +227,9 @@ def _store_pairs(session: TrainingSession, folder: RunFolder, gathered: Gathered
         write_rollouts(rollouts_path(folder.path, 0), gathered.sampled)
     if PREFERENCES[settings.loss].reference:
         pairs = with_reference(pairs, LogprobScorer(session.model), settings.microbatch_tokens)
+    if gathered.metrics:
+        with replaced_file(folder.path / SEARCH_FILE) as file:
+            file.write(json.dumps(gathered.metrics, indent=1).encode() + b"\n")
     write_records(folder.path / PAIRS_FILE, pairs)
     log.info("%d pairs written to %s", len(pairs), folder.path / PAIRS_FILE)
 
