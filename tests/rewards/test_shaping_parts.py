@@ -157,9 +157,12 @@ def test_repeated_calls_counts_only_identical_calls(calls, value):
     assert repeated_calls(4)(TASK, episode(calls=calls)) == pytest.approx(value)
 
 
-@pytest.mark.parametrize(("tools", "value"), [("", 0), ("aaa", 1 / 3), ("aba", 2 / 3), ("abcd", 1), ("abX", 2 / 3)])
+@pytest.mark.parametrize(("tools", "value"), shaping_pairs.DIVERSITY)
 def test_tool_diversity_counts_different_tools_that_succeeded(tools, value):
-    made = [ToolOutcome(f"c{i}", t, ToolStatus.RAISED if t == "X" else ToolStatus.OK, "") for i, t in enumerate(tools)]
+    made = [
+        ToolOutcome(f"c{i}", t.lower(), ToolStatus.RAISED if t.isupper() else ToolStatus.OK, "")
+        for i, t in enumerate(tools)
+    ]
     found = Trajectory("t", 0, (), (), StopReason.ANSWERED, outcomes=tuple(made))
     assert tool_diversity(3)(TASK, found) == pytest.approx(value)
 

@@ -44,6 +44,9 @@ class EvaluationConfig(Section):
     `tasks` makes the comparison with the model after training as exact as possible, and delays the first step."""
     samples: int = Field(1, ge=1)
     """Attempts per task; pass@k needs k of them."""
+    select_by: str | list[str] | None = None
+    """`ludus eval`: a reward model (run folder of `ludus reward-model` or checkpoint, or an ensemble) that selects one
+    of the `samples` attempts at each task, reported as best of N; if unset, none is selected."""
     every: int = Field(10, ge=1)
     """Training steps between evaluations during training."""
     split_during: str = "validation"
@@ -56,6 +59,12 @@ class EvaluationConfig(Section):
     def _search_has_attempts(self) -> Self:
         if self.search.method != "none" and (self.samples < 2 or not any(self.temperatures)):
             raise ValueError("evaluation.search needs evaluation.samples of at least 2 and a temperature above 0")
+        return self
+
+    @model_validator(mode="after")
+    def _selects_among_several(self) -> Self:
+        if self.select_by is not None and self.samples < 2:
+            raise ValueError("evaluation.select_by selects among attempts: set evaluation.samples to at least 2")
         return self
 
 

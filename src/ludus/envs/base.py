@@ -15,6 +15,7 @@ from ludus.config.sections.rollout import RolloutConfig
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import TurnVerifier
+from ludus.rewards.process import Retriever
 from ludus.rewards.rubric import Rubric
 from ludus.sandbox import Sandbox, open_sandbox
 from ludus.tools.base import Tool
@@ -251,6 +252,20 @@ class World(ABC):
     def rubric_checks(self, task: Task, trajectory: Trajectory) -> Mapping[str, bool]:
         """Return whether leaves of the task's rubric hold, by name, as far as rules decide them."""
         return {}
+
+    @property
+    def retrieval(self) -> Retriever | None:
+        """Function that returns the documents that each turn retrieved and those that prove the answer, from task and
+        trajectory alone, for `rewards.process.source = search_gain`."""
+        return None
+
+    def achieved(self, task: Task, trajectory: Trajectory) -> Task | None:
+        """Return the task that an attempt at `task` solves by its actions, for hindsight relabelling; None without one.
+
+        It must not be a task of another split than `train`. The actions are repeated in its environment, so the
+        observations may differ.
+        """
+        return None
 
     def rollout_of(self, task: Task) -> RolloutConfig | None:
         """Return the episode settings for this task; None means those of the run."""

@@ -22,6 +22,7 @@ from ludus.envs.tool_world import check_split
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.base import Reward, value_of
 from ludus.rewards.code.turns import Progress, TurnVerifier
+from ludus.rewards.process import Retrieval, Retriever
 from ludus.rewards.rubric import Rubric
 from ludus.sandbox.base import Sandbox
 from ludus.types import WORLD_TAG, Message, Task, Trajectory
@@ -267,6 +268,18 @@ class MixedWorld(World):
             return Progress((), 0)
         return verifier(member.own(task), _own_view(member, task, trajectory))
 
+    @property
+    def retrieval(self) -> Retriever | None:
+        """The documents of the task's world; None if no world has them."""
+        return self._retrieve if any(member.world.retrieval is not None for member in self.members) else None
+
+    def _retrieve(self, task: Task, trajectory: Trajectory) -> Retrieval:
+        member = self.member_of(task)
+        retriever = member.world.retrieval
+        if retriever is None:
+            return Retrieval((), ())
+        return retriever(member.own(task), _own_view(member, task, trajectory))
+
     def tasks(self, split: str) -> Sequence[Task]:
         check_split(split, self.splits, self.name)
         if split not in self._tasks:
@@ -288,6 +301,17 @@ class MixedWorld(World):
         """Return the task's world; the first one for a task from outside the mixture."""
         name = task.tags.get(WORLD_TAG)
         return next((member for member in self.members if member.name == name), self.members[0])
+
+    def implements(self, method: str) -> bool:
+        """Return whether an optional method is available; `achieved` if a world has it."""
+        return super().implements(method) and (
+            method != "achieved" or any(member.world.implements(method) for member in self.members)
+        )
+
+    def achieved(self, task: Task, trajectory: Trajectory) -> Task | None:
+        member = self.member_of(task)
+        found = member.world.achieved(member.own(task), _own_view(member, task, trajectory))
+        return None if found is None else member.mixed(found)
 
     def rollout_of(self, task: Task) -> RolloutConfig:
         return self.member_of(task).rollout

@@ -199,7 +199,8 @@ class SimulatorWorld(World):
     """Tasks, and the simulator of each.
 
     `blocks` says that methods of the simulator may take more than a millisecond. `flaw` is the fraction of the actions
-    in demonstrations that are random; they are excluded from the loss unless `flaws_train`.
+    in demonstrations that are random; they are excluded from the loss unless `flaws_train`. `relabel` returns the task
+    that the actions of an attempt solve.
     """
 
     name: str
@@ -213,6 +214,8 @@ class SimulatorWorld(World):
     emits_turn_rewards: bool = True
     vary: Callable[[Task, random.Random], Task | None] | None = None
     """Function that returns a new task with the parameters of another one, as `variant`."""
+    relabel: Callable[[Task, Sequence[str]], Task | None] | None = None
+    """Function that returns the task that these actions solve, as `achieved`."""
 
     @property
     def splits(self) -> Sequence[str]:
@@ -225,10 +228,15 @@ class SimulatorWorld(World):
         return SimulatorEnv(self.make(task), self.rewards, blocks=self.blocks)
 
     def implements(self, method: str) -> bool:
-        """Return whether an optional method is available: scripted episodes need an expert."""
+        """Return whether an optional method is available: scripted episodes need an expert, others a function."""
         lacks: tuple[str, ...] = () if self.has_expert else ("demonstrations", "expert")
         lacks += ("variant",) if self.vary is None else ()
+        lacks += ("achieved",) if self.relabel is None else ()
         return super().implements(method) and method not in lacks
+
+    def achieved(self, task: Task, trajectory: Trajectory) -> Task | None:
+        said = (one["content"] for one in trajectory.messages[len(task.prompt) :] if one["role"] == "assistant")
+        return None if self.relabel is None else self.relabel(task, [action_of(text) for text in said])
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """Yield the expert's episodes on training tasks, with random actions in between; families in equal parts."""

@@ -99,8 +99,9 @@ class Evaluation:
 
     `worlds` holds the world of each task in a mixture, and is empty otherwise. `notices` lists the sampling parameters
     that the server rejected. `tags` holds the tags of each task; it and `stop_reasons`, the number of episodes by
-    stop reason, are empty for files of older versions. Only `ludus eval` measures the `cost`, which
-    `load_evaluation` does not read.
+    stop reason, are empty for files of older versions. Only `ludus eval` measures the `cost` and `best_of`, which
+    `load_evaluation` does not read: `best_of` is the success (0 or 1) of the attempt at each task that a reward model
+    selected, empty without one.
     """
 
     plan: EvaluationPlan
@@ -114,6 +115,7 @@ class Evaluation:
     tags: tuple[Mapping[str, str], ...] = field(default=(), compare=False)
     stop_reasons: Mapping[str, int] = field(default_factory=dict, compare=False)
     cost: EvaluationCost | None = field(default=None, compare=False)
+    best_of: tuple[int, ...] = field(default=(), compare=False)
 
     def __repr__(self) -> str:
         """Return the main facts in one line: the fields have one entry per task."""
@@ -182,6 +184,12 @@ class Evaluation:
     def pass_hat(self, k: int) -> float:
         """Return pass^k, the probability that k attempts all succeed, averaged over tasks."""
         return sum(stats.pass_hat_k(self.plan.samples, c, k) for c in self.successes) / len(self.successes)
+
+    @property
+    def best_of_rate(self) -> tuple[float, Interval]:
+        """The share of tasks whose selected attempt succeeds, with its 95 % interval; `best_of` must not be empty."""
+        num = len(self.best_of)
+        return sum(self.best_of) / num, wilson(sum(self.best_of), num)
 
     def attempt_intervals(self, k: int) -> tuple[Interval, Interval]:
         """Return the 95 % intervals of pass@k and pass^k over tasks; [0, 1] for a single task."""
@@ -312,6 +320,17 @@ def summarise(
     )
 
 
+def successes_of_best(
+    result: Evaluation, trajectories: Sequence[Trajectory], scores: Sequence[float], rewards: Sequence[Reward]
+) -> tuple[int, ...]:
+    """Return the success of the attempt with the largest score at each task of `result`; ties go to the first."""
+    best: dict[str, tuple[float, Trajectory]] = {}
+    for trajectory, score in zip(trajectories, scores, strict=True):
+        if trajectory.task_id not in best or score > best[trajectory.task_id][0]:
+            best[trajectory.task_id] = score, trajectory
+    return tuple(int(success(rewards, best[task_id][1])) for task_id in result.task_ids)
+
+
 def save_evaluation(folder: Path, result: Evaluation, episodes: Sequence[Episode], name: str | None = None) -> Path:
     """Write `NAME.json` (result) and `NAME.jsonl.gz` (rollouts), named as the plan by default; return the JSON path."""
     path = folder / f"{name or result.plan.name}.json"
@@ -354,6 +373,9 @@ def evaluation_data(result: Evaluation) -> dict[str, object]:
         data |= {"macro": result.macro, "by_world": by_world, "worlds": list(result.worlds)}
     if result.notices:
         data["notices"] = list(result.notices)
+    if result.best_of:
+        rate, interval = result.best_of_rate
+        data["best_of"] = {"n": result.plan.samples, "success": rate, "interval": _bounds(interval)}
     if result.cost is not None:
         per_task, per_solved_task = map(result.cost.per, (result.cost.num_tasks, result.cost.num_solved))
         data["cost"] = {"total": dict(result.cost.totals), "per_task": per_task, "per_solved_task": per_solved_task}

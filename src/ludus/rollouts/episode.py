@@ -27,7 +27,7 @@ from ludus.envs.tool_env import describe_error
 from ludus.errors import EngineError, LudusError, WorldError
 from ludus.plugins import plugin_line
 from ludus.rewards.base import Reward, score
-from ludus.rewards.code.turns import TurnVerifier, turn_shares
+from ludus.rewards.process import TurnScorer
 from ludus.sandbox.local.namespaces import PausableTimeout
 from ludus.tools.base import Tool, call_timeout
 from ludus.types import (
@@ -250,12 +250,12 @@ def scored(rewards: Sequence[Reward], task: Task, trajectory: Trajectory) -> Tra
         return score(rewards, task, trajectory)
 
 
-def score_turns(verifier: TurnVerifier, task: Task, trajectory: Trajectory) -> tuple[float, ...]:
-    """Return a turn verifier's result (`turn_shares`); empty for a tree. Raises WorldError if it raises."""
+def score_turns(scorer: TurnScorer, task: Task, trajectory: Trajectory) -> tuple[float, ...]:
+    """Return the scores of the turns; empty for a tree. Raises WorldError if the scorer raises."""
     if len(trajectory.rows) > 1:
         return ()
     with world_errors(f"The turn verifier of task {task.id} raised"):
-        return turn_shares(verifier(task, trajectory))
+        return tuple(scorer(task, trajectory))
 
 
 NOTHING = Completion((), (), (), "abort")  # empty part, at the start of an action
@@ -391,14 +391,7 @@ class EngineChatSession:
         room = self._budget - len(self._tokens)
         if room <= 0:
             return StopReason.MAX_TOKENS
-        params = replace(
-            self.params,
-            max_new_tokens=min(self.params.max_new_tokens, room),
-            stop=(*self.params.stop, *self.renderer.stop),
-            stop_token_ids=self.renderer.stop_token_ids,
-            seed=seed_for(self.seed, self._turn),
-        )
-        completion = self._recorded_action() or await self._sample(params)
+        completion = self._recorded_action() or await self._sample(self.action_params(room, self._turn))
         _check_completion(completion, self.episode)
         turn, self._turn = self._turn, self._turn + 1
         segment = Segment("action", completion.tokens, turn, logprobs=completion.logprobs, versions=completion.versions)
@@ -406,6 +399,16 @@ class EngineChatSession:
         if completion.finish_reason == "length" and room < self.params.max_new_tokens:
             return StopReason.MAX_TOKENS
         return self.renderer.parse((*self._lead, *completion.tokens), turn, completion.finish_reason, self._tools)
+
+    def action_params(self, room: int, turn: int) -> SamplingParams:
+        """Return the sampling parameters of the action of a turn, of at most `room` tokens."""
+        return replace(
+            self.params,
+            max_new_tokens=min(self.params.max_new_tokens, room),
+            stop=(*self.params.stop, *self.renderer.stop),
+            stop_token_ids=self.renderer.stop_token_ids,
+            seed=seed_for(self.seed, turn),
+        )
 
     def observe(self, messages: Sequence[Message], added: str = "") -> StopReason | None:
         """Append messages, and before them `added`: text that a client wrote behind the last reply."""

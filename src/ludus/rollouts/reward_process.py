@@ -20,16 +20,17 @@ import time
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from pathlib import Path
 
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig, SandboxConfig
 from ludus.envs.base import World
 from ludus.envs.registry import FACTORIES, build_world
-from ludus.errors import LudusError
+from ludus.errors import ConfigError, LudusError
 from ludus.ipc import frame, read_frame
 from ludus.plugins import plugin_line
 from ludus.rewards.base import Reward
-from ludus.rewards.code.turns import TurnVerifier
+from ludus.rewards.process import TurnScorer, milestone_scorer, read_subgoals, search_scorer, subgoal_verifier
 from ludus.rewards.registry import added_parts
 from ludus.rollouts.episode import score_turns, scored
 from ludus.types import Task, Trajectory
@@ -136,7 +137,7 @@ class Verifiers:
     """Functions that score a trajectory: rewards, and the turn verifier if it is enabled."""
 
     rewards: Sequence[Reward]
-    turns: TurnVerifier | None = None
+    turns: TurnScorer | None = None
 
     def run(self, request: ScoreRequest) -> ScoredEpisode:
         """Score a trajectory. Raises WorldError with the message of a verifier's error."""
@@ -148,7 +149,26 @@ class Verifiers:
 
 def added_verifiers(settings: RewardsConfig, world: World) -> Verifiers:
     """Return the verifiers added by the section `rewards`."""
-    return Verifiers(added_parts(settings), world.turn_verifier if settings.verifies_turns else None)
+    return Verifiers(added_parts(settings), turn_scorer(settings, world) if settings.verifies_turns else None)
+
+
+def turn_scorer(settings: RewardsConfig, world: World) -> TurnScorer:
+    """Return the scorer of turns that `rewards.process.source` names. Raises UserError if the world has none."""
+    process = settings.process
+    if process.subgoals is not None:
+        return milestone_scorer(subgoal_verifier(read_subgoals(Path(process.subgoals))))
+    if process.source == "search_gain":
+        if world.retrieval is None:
+            text = f"The world {world.name} does not tell which documents were retrieved (rewards.process.source)."
+            raise ConfigError(text, "search does, with its tool.")
+        return search_scorer(world.retrieval)
+    if world.turn_verifier is None:
+        raise ConfigError(
+            f"The world {world.name} has no turn verifier (rewards.turn_verifier_weight, rewards.turns.progress).",
+            "search, sql and functions have one with their tools, code and terminal with "
+            "env.settings.check_turns = true.",
+        )
+    return milestone_scorer(world.turn_verifier)
 
 
 def _build_verifiers(conn: socket.socket, location: WorldLocation) -> tuple[Verifiers, Verifiers] | None:

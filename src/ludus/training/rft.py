@@ -27,6 +27,7 @@ from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollouts.reward_executor import scoring_concurrency
 from ludus.rollouts.scheduler import Episode, RolloutRequest, SamplingPlan
 from ludus.training.batches.rows import row_of_trajectory
+from ludus.training.collection.hindsight import relabelled
 from ludus.training.credit.advantages import TrainingSample, record_outcomes
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
@@ -42,11 +43,19 @@ from ludus.types import Group
 
 log = logging.getLogger(__name__)
 
+HINDSIGHT = "hindsight"
+"""Reason of the outcome of relabelled attempts, which are not rollouts of the ledger."""
+
 
 def check_rft(config: Config, world: World) -> None:
     """Validate the settings before anything is written. Raises UserError."""
     check_plugins(config)
     check_evaluation(config, world)
+    if config.rft.hindsight and not world.implements("achieved"):
+        raise ConfigError(
+            f"rft.hindsight would have no effect: the world {world.name} does not tell what an attempt achieved.",
+            "puzzles and guess do; define World.achieved for others.",
+        )
     num = len(world.tasks("train"))
     if num < config.rft.tasks_per_round:
         raise ConfigError(
@@ -81,9 +90,13 @@ class RftTrainer(EvaluatedTrainer):
         clock.engine = (await drain_stats(self.engine)).metrics()
         samples = select_samples(groups, self.session)
         record_outcomes(self.ledger, samples)
+        extra: list[TrainingSample] = []
+        if self.session.config.rft.hindsight:
+            again = await relabelled(self.session, [episode for group in groups for episode in group])
+            extra = [TrainingSample(episode, RolloutOutcome.TRAINED, HINDSIGHT) for episode in again]
         self.reporter.phase(f"round {number}: training", None)
         with clock.phase("train"):
-            optimizer, learned = self.learn(number, samples)
+            optimizer, learned = self.learn(number, [*samples, *extra])
         with clock.phase("sync"):
             gap = await self.weight_sync.publish(number)
         counts = self.ledger.close(number, trained=sum(c.outcome is RolloutOutcome.TRAINED for c in samples))
@@ -92,7 +105,7 @@ class RftTrainer(EvaluatedTrainer):
         metrics |= learned | counts.metrics() | {"sync/probe_gap": gap}
         with clock.phase("evaluate"):
             metrics |= (await self.evaluate(plan_during(self.session.config, number))).metrics()
-        self.record(number, samples, metrics, clock)
+        self.record(number, [*samples, *extra], metrics, clock)
         self.save(number, optimizer)
         return metrics
 
@@ -113,8 +126,10 @@ class RftTrainer(EvaluatedTrainer):
     def learn(self, number: int, samples: Sequence[TrainingSample]) -> tuple[Optimizer, dict[str, float]]:
         """Fine-tune on the selected attempts with a fresh optimizer; return it and mean metrics."""
         settings = self.session.config.rft
-        selected = [c.episode.trajectory for c in samples if c.outcome is RolloutOutcome.TRAINED]
-        rows = [row_of_trajectory(trajectory, 1.0) for trajectory in selected]
+        trained = [c for c in samples if c.outcome is RolloutOutcome.TRAINED]
+        selected = [c.episode.trajectory for c in trained if c.reason != HINDSIGHT]
+        weights = [settings.hindsight if c.reason == HINDSIGHT else 1.0 for c in trained]
+        rows = [row_of_trajectory(c.episode.trajectory, w) for c, w in zip(trained, weights, strict=True)]
         orders = [_order(len(rows), self.session.config.run.seed, number, e) for e in range(settings.epochs)]
         size = settings.batch_size
         batches = [order[i : i + size] for order in orders for i in range(0, len(order), size)]
@@ -124,10 +139,12 @@ class RftTrainer(EvaluatedTrainer):
         scorer = LogprobScorer(self.session.model, recompute=model.activation_checkpointing)
         total: Counter[str] = Counter()
         for batch in batches:
-            metrics = sft_step(scorer, optimizer, [rows[i] for i in batch], settings.microbatch_tokens)
+            metrics = sft_step(scorer, optimizer, [rows[i] for i in batch], settings.microbatch_tokens, weighted=True)
             total.update({name: value / len(batches) for name, value in metrics.items()})
         tasks = {trajectory.task_id for trajectory in selected}
         counts = {"rft/kept": len(selected), "rft/tasks_kept": len(tasks), "rft/updates": len(batches)}
+        if settings.hindsight:
+            counts["rft/hindsight"] = len(rows) - len(selected)
         return optimizer, dict(total) | {name: float(count) for name, count in counts.items()}
 
     async def sample_evaluation(self, plan: EvaluationPlan) -> tuple[Evaluation, list[Episode]]:
@@ -147,7 +164,7 @@ class RftTrainer(EvaluatedTrainer):
         trajectories = [sample.episode.trajectory for sample in samples]
         timings = clock.metrics(trajectories, scoring_concurrency(self.session.config))
         self.write(number, samples, metrics, timings)
-        if not metrics["rft/kept"]:
+        if not metrics["rft/updates"]:
             text = f"Round {number} has no successful attempts to train on: the weights are unchanged."
             log.warning(text)
             self.reporter.alarm(text)

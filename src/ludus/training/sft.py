@@ -75,8 +75,13 @@ class SftTraining(SupervisedTraining):
         return metrics | {"batch/left_out": float(left_out)}
 
 
-def sft_step(scorer: LogprobScorer, optimizer: Optimizer, rows: list[Row], max_tokens: int) -> dict[str, float]:
-    """Take one optimizer step on `-sum m lp / M`. Raises LearnerError if the loss is not finite."""
+def sft_step(
+    scorer: LogprobScorer, optimizer: Optimizer, rows: list[Row], max_tokens: int, *, weighted: bool = False
+) -> dict[str, float]:
+    """Take one optimizer step on `-sum m lp / M`. Raises LearnerError if the loss is not finite.
+
+    `weighted`: the terms are multiplied by the advantages of the rows.
+    """
     parameter = next(scorer.model.parameters())
     tokens = sum(sum(row.trains[1:]) for row in rows)
     total, by_class = 0.0, ClassLosses()
@@ -84,6 +89,8 @@ def sft_step(scorer: LogprobScorer, optimizer: Optimizer, rows: list[Row], max_t
     for part in microbatches(rows, max_tokens, parameter.device, torch.float32, shared=shared):
         logprobs = scorer.score(part.tokens, part.trains).logprobs
         losses = sft_loss(logprobs=logprobs, mask=part.trains)
+        if weighted:
+            losses = losses * part.advantages
         loss = (losses / tokens).sum()
         torch.autograd.backward(loss)
         by_class.add([rows[i].data_class for i in part.index], losses.detach(), part.trains)

@@ -23,11 +23,12 @@ from ludus.rollouts.rollout_files import RolloutRecord
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.run.checkpoint import checkpoint_path, load_part
 from ludus.training.value_models.base import HeadModel
+from ludus.training.value_models.labels import TurnLabels
 from ludus.training.value_models.model_refresh import (
     REFRESH_FILE,
     RewardModelRefresh,
     model_quality,
-    training_discount,
+    training_labels,
     verified_examples,
 )
 from ludus.training.value_models.reward_model import RewardEnsemble, RewardModel
@@ -56,7 +57,7 @@ def refresh_of(models: RewardEnsemble, **settings) -> RewardModelRefresh:
     chosen = RewardsConfig.model_validate({"model": "x", "model_refresh": settings}).model_refresh
     rate = OptimizerSettings(learning_rate=chosen.learning_rate, total_steps=1)
     optimizers = tuple(Optimizer(one.states.model, rate) for one in models.members)
-    return RewardModelRefresh(models, REWARDS, chosen, 0, 4096, 99, 1.0, optimizers)
+    return RewardModelRefresh(models, REWARDS, chosen, 0, 4096, 99, TurnLabels(), optimizers)
 
 
 def add(refresh: RewardModelRefresh, step: int, records) -> None:
@@ -92,7 +93,7 @@ def test_refresh_learns_the_verified_outcomes_of_the_window(kind):
 
 def test_pairs_are_of_verified_outcomes_and_not_of_the_reward():
     records = [record(4, False, reward=9.0), record(5, True), record(6, True), record(7, True, "b"), record(8, False)]
-    found = verified_examples(ensemble("pairwise"), records, REWARDS, 1.0)
+    found = verified_examples(ensemble("pairwise"), records, REWARDS, TurnLabels())
     assert [[s.tokens[-1] for s in one.sequences] for one in found] == [[5, 4], [6, 8]]
     assert [(s.positions, s.targets) for s in found[0].sequences] == [((3,), (1.0,)), ((3,), (0.0,))]
     assert found[0].prompt_length == 2
@@ -190,5 +191,5 @@ def test_settings_without_effect_are_refused(judge):
 
 
 def test_discount_is_that_of_the_run_of_the_model(judge, tmp_path):
-    assert training_discount(judge) == training_discount(judge / "checkpoints" / "step-000002") == 0.5
-    assert training_discount(tmp_path / "a" / "b") == 1.0
+    assert training_labels(judge) == training_labels(judge / "checkpoints" / "step-000002") == TurnLabels(discount=0.5)
+    assert training_labels(tmp_path / "a" / "b") == TurnLabels()

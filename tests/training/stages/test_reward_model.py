@@ -25,11 +25,11 @@ from ludus.training.reward_model.train import measure
 from ludus.training.run.session import make_engine, open_session
 from ludus.training.run.supervised import split_by_tokens
 from ludus.training.value_models.base import HeadModel
+from ludus.training.value_models.labels import TurnLabels, examples_of_rollouts
 from ludus.training.value_models.reward_model import (
     RewardExample,
     RewardModel,
     ScoredSequence,
-    examples_of_rollouts,
     load_reward_model,
     losses,
     reward_step,
@@ -63,7 +63,7 @@ def test_the_last_action_token_is_judged_by_the_success():
 
 def test_target_of_a_turn_is_the_mean_return_of_its_rollouts():
     records = [rollout(4, 5, True), rollout(4, 6, False), rollout(7, 5, True)]
-    found = [example.sequences[0] for example in examples_of_rollouts(records, REWARDS, 0.5)]
+    found = [example.sequences[0] for example in examples_of_rollouts(records, REWARDS, TurnLabels(discount=0.5))]
     assert [sequence.positions for sequence in found] == [(3, 5)] * 3
     # Two pass through the first action [3, 4]: (0.5 * 1 + 0.5 * 0) / 2; the others are alone with their own.
     assert [sequence.targets for sequence in found] == [(0.25, 1.0), (0.25, 0.0), (0.5, 1.0)]
@@ -72,7 +72,7 @@ def test_target_of_a_turn_is_the_mean_return_of_its_rollouts():
 def test_additional_rollouts_count_in_means_but_are_no_examples():
     records = [rollout(4, 5, True), rollout(7, 5, True)]
     further = [rollout(4, last, right)[1].trajectory for last, right in ((6, False), (8, False), (5, True))]
-    found = examples_of_rollouts(records, REWARDS, 0.5, further)
+    found = examples_of_rollouts(records, REWARDS, TurnLabels(discount=0.5), further)
     assert [example.sequences[0].targets for example in found] == [(0.5 * 2 / 4, 1.0), (0.5, 1.0)]
 
 

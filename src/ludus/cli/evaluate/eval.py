@@ -20,6 +20,7 @@ from ludus.cli.ui.tables import evaluation_tables, print_evaluations, report_tab
 from ludus.cli.ui.terminal import announce, bars, load_libraries, make_console, print_line, print_text
 from ludus.config.paths import check_model_folder
 from ludus.config.schema import Config
+from ludus.config.sections.section import as_names
 from ludus.engines.remote.http_client import check_reachable
 from ludus.envs.base import World
 from ludus.envs.registry import build_world, check_sandbox, closing
@@ -62,14 +63,13 @@ def evaluate_newest(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         price = read_price(args.prices, str(args.run or args.model or args.recipe))
     shortcuts = ["--env.settings.access", f'"{args.baseline}"'] if args.baseline else []  # quoted: a bare none unsets
     config = evaluation_config(args, [*shortcuts, *overrides])
+    _check_selection(config, args)
     if args.run is not None:
         run_dir.latest_checkpoint(RunFolder(args.run))
     elif not args.endpoint:
         check_model_folder(model_path(config))
     announce(f"Building the world {config.env.name} and its tasks ...")
     world = check_world(config, args.baseline)
-    if args.endpoint and config.evaluation.search.method != "none":
-        raise UserError("evaluation.search needs the tokens of the model.", "Use --run or --model PATH.")
     console = make_console()
     results, saved, searches = asyncio.run(_evaluate(args, config, world, console, price))
     outcomes = [part.name for part in world.rewards if part.outcome]
@@ -86,6 +86,19 @@ def evaluate_newest(args: argparse.Namespace, overrides: Sequence[str]) -> int:
         print_text(console, _verdict_line(one, reproducible), "yellow" if one.verdict == "differs" else "")
     print_line(console, f"Results: {saved[0].path.parent}")
     return int(reproducible and any(one.verdict == "differs" for one in saved))
+
+
+def _check_selection(config: Config, args: argparse.Namespace) -> None:
+    models, searches = as_names(config.evaluation.select_by), config.evaluation.search.method != "none"
+    if args.endpoint and (models or searches):
+        name = "search" if searches else "select_by"
+        text = f"evaluation.{name} needs the tokens of the attempts, which an endpoint does not return."
+        raise UserError(text, "Use --run or --model PATH.")
+    if models:
+        load_libraries()
+        from ludus.training.value_models.reward_model import check_ensemble
+
+        check_ensemble(models)
 
 
 def check_arguments(args: argparse.Namespace) -> None:
@@ -149,7 +162,8 @@ async def _evaluate(
                 after = backend.usage()
                 usage = None if before is None or after is None else after - before
                 cost = measure_cost(episodes, sum(count > 0 for count in result.successes), usage, price)
-                results.append(replace(result, notices=backend.notices(), cost=cost))
+                best = _select_best(config, backend, result, episodes)
+                results.append(replace(result, notices=backend.notices(), cost=cost, best_of=best))
                 saved.append(evaluate.save_or_compare(folder.evaluations, results[-1], episodes, label))
                 if config.evaluation.search.method != "none" and plan.temperature > 0:
                     searches.append(await _search(backend, config, plan, episodes, folder))
@@ -173,6 +187,21 @@ async def _search(
     with replaced_file(path) as file:
         file.write(json.dumps(report.to_json(), indent=1).encode() + b"\n")
     return report
+
+
+def _select_best(
+    config: Config, backend: EvalBackend, result: Evaluation, episodes: Sequence[Episode]
+) -> tuple[int, ...]:
+    """Return the success of the attempt that `evaluation.select_by` selects at each task; empty if it is unset."""
+    models = as_names(config.evaluation.select_by)
+    if not models:
+        return ()
+    from ludus.training.value_models.reward_model import attempt_scores, check_reward_vocabulary, load_ensemble
+
+    check_reward_vocabulary(models, backend.loaded.session.tokenizer)
+    trajectories = [episode.trajectory for episode in episodes]
+    scores = attempt_scores(load_ensemble(models, 0.0, config), trajectories, config.training.microbatch_tokens)
+    return evaluate.successes_of_best(result, trajectories, scores, backend.world.rewards)
 
 
 def _headline(args: argparse.Namespace, config: Config, backend: EvalBackend) -> str:

@@ -259,10 +259,12 @@ class PreferenceStage(TrainingStage):
     def check(self, config: Config, world: World) -> None:
         """Raise UserError for a source of pairs that cannot be read, or a world that cannot be searched."""
         from ludus.rollouts.search.mcts import check_searchable
+        from ludus.training.preference.ranking import check_ranking
 
         if config.preference.search.simulations:
             check_searchable(world, "preference.search")
         _check_source(config.preference.data, config.preference.run, pairs=True)
+        check_ranking(config.preference.models)
 
     def prepare(self, config: Config, new: bool) -> TrainFunction:
         """Load the model and, for a new run, gather the pairs. Raises UserError for unusable pairs."""

@@ -71,6 +71,9 @@ def _attempts_table(results: Sequence[Evaluation]) -> FittedTable:
         for k in powers_of_two(result.plan.samples):
             rates = zip((result.pass_at(k), result.pass_hat(k)), result.attempt_intervals(k), strict=True)
             rows.append((result.plan.split, format_sampling(result.plan), k, *(format_rate(*pair) for pair in rates)))
+        if result.best_of:
+            best = f"best of {result.plan.samples} by reward model", format_rate(*result.best_of_rate), ""
+            rows.append((result.plan.split, format_sampling(result.plan), *best))
     columns = ("split", "sampling", "k", "pass@k", "pass^k")
     return make_table(columns, rows, "pass@k: one of k succeeds; pass^k: all k succeed; 95 % intervals")
 

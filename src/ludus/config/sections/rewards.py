@@ -7,8 +7,9 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from ludus.config.sections.judges import JudgeConfig
+from ludus.config.sections.process import ProcessConfig
 from ludus.config.sections.reward_models import ModelRefreshConfig
-from ludus.config.sections.section import EpochsSection, Section, check_choice
+from ludus.config.sections.section import EpochsSection, Section, as_names, check_choice
 
 PROGRESS = "progress"
 """The turn event of a new milestone of the world's turn verifier (`rewards.turns`)."""
@@ -89,9 +90,7 @@ class RewardModelParts(Section):
     @property
     def models(self) -> tuple[str, ...]:
         """The reward models of the ensemble; empty if there are none."""
-        if self.model is None:
-            return ()
-        return (self.model,) if isinstance(self.model, str) else tuple(self.model)
+        return as_names(self.model)
 
 
 class RewardsConfig(RewardModelParts):
@@ -131,6 +130,8 @@ class RewardsConfig(RewardModelParts):
     """Weight of the world's turn verifier: the turn that first reaches a milestone earns the weight divided by the
     number of milestones. 0 disables it."""
     judge: JudgeConfig = JudgeConfig()
+    process: ProcessConfig = ProcessConfig()
+    """What `turn_verifier_weight` rewards, and subgoals from a process model."""
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
@@ -142,6 +143,10 @@ class RewardsConfig(RewardModelParts):
             raise ValueError("rewards.model_threshold needs rewards.model, which is unset")
         if len(set(self.models)) < len(self.models):
             raise ValueError("rewards.model names a reward model twice; members of an ensemble must differ")
+        if self.process.source != "milestones" and not self.turn_verifier_weight:
+            raise ValueError("rewards.process.source has no effect: rewards.turn_verifier_weight is 0")
+        if self.process.thresholds and self.model is None:
+            raise ValueError("rewards.process.thresholds needs rewards.model, a process reward model")
         if self.model_std_coef and len(self.models) < 2:
             raise ValueError("rewards.model_std_coef needs an ensemble: a list of two or more in rewards.model")
         if self.model_refresh.every and self.model is None:
@@ -174,8 +179,12 @@ class RewardModelConfig(EpochsSection):
     """A data file (docs/use/data.md): pairs for `pairwise`, otherwise rollouts; if unset, `run` is used."""
     min_reward_gap: float = Field(0.0, ge=0)
     """pairwise: smallest reward difference of a group's best and worst that makes a pair; equal rewards never do."""
+    labels: Literal["return", "agent_prm", "counterfactual", "inverse"] = "return"
+    """process: targets of the turns (docs/use/process_rewards.md). `return`: discounted success. `agent_prm`: the same
+    of 2 * success - 1, mapped to [0, 1]. `counterfactual`: change of the success rate by the turn, mapped to [0, 1].
+    `inverse`: turns of demonstrations against turns of the attempts."""
     discount: float = Field(1.0, gt=0, le=1)
-    """process: discount of the outcome per turn."""
+    """process: discount of the outcome per turn, for `inverse` of the next turn's value. AgentPRM uses 0.95."""
     rollouts: int = Field(0, ge=0)
     """process: Monte Carlo rollouts from each turn but the last, to estimate its value; 0 uses the given ones."""
     held_out: float = Field(0.1, ge=0, lt=1)
@@ -187,8 +196,13 @@ class RewardModelConfig(EpochsSection):
     def _fits_the_kind(self) -> Self:
         if self.run is not None and self.data is not None:
             raise ValueError(f'reward_model.run ("{self.run}") and reward_model.data are mutually exclusive')
-        needed = {"discount": ("process",), "rollouts": ("process",), "min_reward_gap": ("pairwise",)}
+        process = ("process",)
+        needed = {"labels": process, "discount": process, "rollouts": process, "min_reward_gap": ("pairwise",)}
         check_choice(self, "reward_model", "kind", needed)
+        labels = {"discount": ("return", "agent_prm", "inverse"), "rollouts": ("return", "agent_prm", "counterfactual")}
+        check_choice(self, "reward_model", "labels", labels)
+        if self.labels == "counterfactual" and self.rollouts < 2:
+            raise ValueError("reward_model.labels counterfactual needs reward_model.rollouts of at least 2")
         if self.min_reward_gap > 0 and self.data is not None:
             raise ValueError("reward_model.min_reward_gap applies to rollouts, but reward_model.data is set")
         return self

@@ -31,6 +31,11 @@ def check_choice(section: Section, path: str, choice: str, allowed: Mapping[str,
             raise ValueError(f"{path}.{name} is for the {choice} {' or '.join(needed)}, not for {values[choice]}")
 
 
+def as_names(value: str | Sequence[str] | None) -> tuple[str, ...]:
+    """Return the names in a setting that is one name, a list of them, or unset."""
+    return () if value is None else (value,) if isinstance(value, str) else tuple(value)
+
+
 class OptimizerSection(Section):
     """The settings of every section that trains a model with AdamW. Sections may set other defaults."""
 

@@ -11,6 +11,7 @@ from ludus.config.sections.section import (
     OptimizerSection,
     Section,
     SupervisedSection,
+    as_names,
     changed,
     check_choice,
 )
@@ -114,7 +115,8 @@ class PreferenceConfig(EpochsSection):
     undesirable_weight: float = Field(1.0, gt=0)
     """kto: weight of rejected trajectories and dialogues labelled false, relative to 1 for the others."""
     min_reward_gap: float = Field(0.0, ge=0)
-    """Smallest difference between the best and worst reward of a group that makes a pair; equal rewards never do."""
+    """Smallest difference between the best and worst reward of a group, or value of a step, that makes a pair; equal
+    ones never do."""
     run: str | None = None
     """A run folder, or one of recorded sessions, whose rollouts are learned from. If unset, `data` is used, or attempts
     of the model itself."""
@@ -127,6 +129,11 @@ class PreferenceConfig(EpochsSection):
     """Without pairs: the reward from which on a rollout is desirable; if unset, the mean of all."""
     data: str | None = None
     """A file of pairs, for kto and bco also of labelled dialogues (docs/use/data.md); unset with `run`."""
+    model: str | list[str] | None = None
+    """steps: a process reward model (run folder of `ludus reward-model` or checkpoint, or an ensemble) that ranks the
+    actions of a step by their values; if unset, by the mean reward of their continuations."""
+    actions: int = Field(0, ge=0)
+    """model: further actions that the model samples at each step of the attempts, to be ranked with the one taken."""
     tasks: int = Field(64, ge=1)
     """Without `run` and `data`: training tasks that the model attempts, or all if there are fewer."""
     samples: int = Field(8, ge=2)
@@ -140,10 +147,19 @@ class PreferenceConfig(EpochsSection):
             raise ValueError(f"preference.search samples its own pairs: unset preference.{set_ones[0]}")
         return self
 
+    @property
+    def models(self) -> tuple[str, ...]:
+        """The reward models that rank actions; empty if there are none."""
+        return as_names(self.model)
+
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         if self.run is not None and self.data is not None:
             raise ValueError(f'preference.run ("{self.run}") and preference.data are mutually exclusive')
+        if self.model is not None and self.pairs != "steps":
+            raise ValueError('preference.model ranks the actions of a step: set preference.pairs = "steps"')
+        if self.actions and self.model is None:
+            raise ValueError("preference.actions has no effect without preference.model, which ranks them")
         for key in ("pairs", "threshold", "min_reward_gap"):
             if self.data is not None and self.model_dump()[key] != type(self).model_fields[key].default:
                 raise ValueError(f"preference.{key} applies to rollouts, but preference.data is set")
@@ -175,6 +191,9 @@ class RftConfig(OptimizerSection):
     """Attempts per task, at rollout.temperature."""
     max_per_task: int | None = Field(None, ge=1)
     """Maximum attempts at a task that a round trains on, the first ones; if unset, all."""
+    hindsight: float = Field(0.0, ge=0, le=1)
+    """Weight in the loss of failed attempts that are relabelled as successes at what they achieved, for worlds that
+    define it (docs/use/process_rewards.md); 0 leaves them out."""
     epochs: int = Field(1, ge=1)
     """Passes over the successes of a round."""
     batch_size: int = Field(16, ge=1)

@@ -34,15 +34,16 @@ _TOO_LONG = (StopReason.PROMPT_TOO_LONG, StopReason.MAX_TOKENS)
 
 @dataclass
 class DemonstrationSession:
-    """Replay the assistant messages of a dialogue as the actions of an episode.
+    """Replay the assistant messages of a dialogue, or the tokens of sampled actions, as the actions of an episode.
 
     As for sampled tokens, the environment receives the messages parsed from the rendered tokens. If the
     episode continues after the last message, `act` returns MAX_TURNS.
     """
 
     renderer: Renderer
-    messages: Sequence[Message]
+    messages: Sequence[Message | tuple[int, ...]]
     max_tokens: int
+    agent: str = EXPERT
     _history: list[Message] = field(default_factory=list, init=False)
     _tools: Sequence[Tool] = field(default=(), init=False)
     _segments: list[Segment] = field(default_factory=list, init=False)
@@ -55,15 +56,15 @@ class DemonstrationSession:
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
         self._tools = tools
         self._history += messages
-        fits = self._append(Segment("prompt", self.renderer.prompt(messages, tools), agent=EXPERT))
+        fits = self._append(Segment("prompt", self.renderer.prompt(messages, tools), agent=self.agent))
         return None if fits else StopReason.PROMPT_TOO_LONG
 
     async def act(self) -> Action | StopReason:
         if self._turn == len(self.messages):
             return StopReason.MAX_TURNS
         turn, message = self._turn, self.messages[self._turn]
-        tokens = self.renderer.action(self._history, message, self._tools)
-        if not self._append(Segment("action", tokens, turn, agent=EXPERT)):
+        tokens = message if isinstance(message, tuple) else self.renderer.action(self._history, message, self._tools)
+        if not self._append(Segment("action", tokens, turn, agent=self.agent)):
             return StopReason.MAX_TOKENS
         self._turn += 1
         action = self.renderer.parse(tokens, turn, "stop", self._tools)
@@ -73,7 +74,7 @@ class DemonstrationSession:
     def observe(self, messages: Sequence[Message]) -> StopReason | None:
         self._history += messages
         tokens = self.renderer.observation(messages)
-        fits = self._append(Segment("observation", tokens, self._turn - 1, agent=EXPERT))
+        fits = self._append(Segment("observation", tokens, self._turn - 1, agent=self.agent))
         return None if fits else StopReason.MAX_TOKENS
 
     def close(self) -> None:
@@ -84,6 +85,26 @@ class DemonstrationSession:
         if fits:
             self._segments.append(segment)
         return fits
+
+
+async def replay_actions(
+    session: TrainingSession,
+    actions: Mapping[RolloutKey, tuple[Task, Sequence[Message | tuple[int, ...]]]],
+    agent: str = EXPERT,
+) -> list[Episode]:
+    """Return the scored episodes of messages or action tokens in fresh environments; their segments name `agent`."""
+    rollout = session.config.rollout
+    positions = num_positions(session.model) or rollout.max_seq_len
+
+    def make_chat(request: RolloutRequest) -> DemonstrationSession:
+        budget = min(positions, rollout_for(session.world, rollout, request.task).max_seq_len)
+        _, messages = actions[replace(request.key, attempt=0)]
+        return DemonstrationSession(session.renderer, messages, budget, agent)
+
+    lenient = rollout.model_copy(update={"max_failure_rate": 1.0})
+    player = replace(scheduler(session.world, make_chat, lenient, Ledger()), scoring=session.scoring)
+    episodes = await player.run([RolloutRequest(key, task) for key, (task, _) in actions.items()])
+    return [replace(one, key=replace(one.key, attempt=0)) for one in episodes]
 
 
 @dataclass
@@ -106,6 +127,11 @@ class Demonstrations:
             del self._replays[task_id], self._num_rejected[task_id]
         return joined
 
+    async def replay(self, tasks: Sequence[Task]) -> dict[str, list[Trajectory]]:
+        """Return the experts of tasks by id, none for a task without one."""
+        await self._replay(tasks)
+        return {task.id: self._replays[task.id] for task in tasks}
+
     def num_refused(self, step: int) -> int:
         """Return the number of rejected experts of a step's tasks, and reset it."""
         return self._counts.pop(step, 0)
@@ -124,7 +150,7 @@ class Demonstrations:
             for task in tasks
             for i, messages in enumerate(self._task_dialogues(task)[: self.session.config.experts.per_group])
         }
-        episodes = await self._play(dialogues)
+        episodes = await replay_actions(self.session, dialogues)
         refused = {episode.key: reason for episode in episodes if (reason := self._rejection_reason(episode))}
         for task in tasks:
             experts = [episode for episode in episodes if episode.task.id == task.id]
@@ -133,20 +159,6 @@ class Demonstrations:
         for key, reason in refused.items():
             log.warning("Expert %d of task %s is rejected: %s", key.sample, key.task_id, reason)
         return {episode.task.id for episode in episodes if episode.trajectory.failure is not None}
-
-    async def _play(self, dialogues: Mapping[RolloutKey, tuple[Task, Sequence[Message]]]) -> list[Episode]:
-        session, rollout = self.session, self.session.config.rollout
-        positions = num_positions(session.model) or rollout.max_seq_len
-
-        def make_chat(request: RolloutRequest) -> DemonstrationSession:
-            budget = min(positions, rollout_for(session.world, rollout, request.task).max_seq_len)
-            _, messages = dialogues[replace(request.key, attempt=0)]
-            return DemonstrationSession(session.renderer, messages, budget)
-
-        lenient = rollout.model_copy(update={"max_failure_rate": 1.0})
-        player = replace(scheduler(session.world, make_chat, lenient, Ledger()), scoring=session.scoring)
-        episodes = await player.run([RolloutRequest(key, task) for key, (task, _) in dialogues.items()])
-        return [replace(one, key=replace(one.key, attempt=0)) for one in episodes]
 
     def _rejection_reason(self, episode: Episode) -> str:
         """Return why an expert is rejected, or an empty string."""

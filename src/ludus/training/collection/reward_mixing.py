@@ -22,9 +22,8 @@ from ludus.algorithms.shaping import ShapingRange, check_shaping, dominance_viol
 from ludus.algorithms.spec.resolve import check_binary_rewards, resolve
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardsConfig
-from ludus.engines.models.loading import load_tokenizer
 from ludus.envs.base import World
-from ludus.errors import ConfigError, LearnerError, UserError, WorldError
+from ludus.errors import ConfigError, LearnerError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rewards.registry import (
     JUDGE_PART,
@@ -36,6 +35,7 @@ from ludus.rewards.registry import (
     training_parts,
 )
 from ludus.rollouts.reward_executor import ProcessRewardExecutor, add_seconds
+from ludus.rollouts.reward_process import turn_scorer
 from ludus.rollouts.scheduler import Episode
 from ludus.rollouts.trees import map_paths, merge_paths
 from ludus.training.collection.judging import check_judge
@@ -45,6 +45,7 @@ from ludus.training.value_models.reward_model import (
     RewardEnsemble,
     RewardPrediction,
     check_ensemble,
+    check_reward_vocabulary,
     find_reward_model,
     load_ensemble,
 )
@@ -131,21 +132,29 @@ def check_reward_settings(config: Config, world: World) -> None:
             f"rewards.{name} would have no effect: the advantage {algorithm.advantage} uses no turn rewards.",
             f"Use one of {', '.join(advantages_that_need(Need.OPTIONAL_TURN_REWARDS))}.",
         )
-    if settings.verifies_turns and world.turn_verifier is None:
-        raise ConfigError(
-            f"The world {world.name} has no turn verifier (rewards.turn_verifier_weight, rewards.turns.progress).",
-            "search, sql and functions have one with their tools, code and terminal with "
-            "env.settings.check_turns = true.",
-        )
+    if settings.verifies_turns:
+        turn_scorer(settings, world)
     check_ensemble(settings.models)
     if settings.model_refresh.every and config.training.learner.shard:
         text = "rewards.model_refresh trains in one process, and training.learner.shard shards the checkpoints."
         raise ConfigError(text, "Unset one of them.")
+    if settings.process.thresholds:
+        _check_thresholds(settings, algorithm)
     by_world = {task.tags.get(WORLD_TAG): task for task in reversed(world.tasks("train"))}
     for task in by_world.values():
         _check_task(settings, task)
         if settings.extra:
             check_task_fits(settings.extra, task, len(world.environment(task).tools))
+
+
+def _check_thresholds(settings: RewardsConfig, algorithm: Algorithm) -> None:
+    if not algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS) or settings.aggregation == "pareto":
+        why = f"the advantage {algorithm.advantage}, or rewards.aggregation pareto, uses no turn rewards"
+        hint = f"Use one of {', '.join(advantages_that_need(Need.OPTIONAL_TURN_REWARDS))}."
+        raise ConfigError(f"rewards.process.thresholds would have no effect: {why}.", hint)
+    if find_reward_model(Path(settings.models[0]))[1] != "process":
+        text = f"rewards.process.thresholds needs a process model, and {settings.models[0]} scores whole attempts."
+        raise ConfigError(text, "Train one with reward_model.kind = process.")
 
 
 def _check_task(settings: RewardsConfig, task: Task) -> None:
@@ -189,13 +198,7 @@ def make_reward_mixer(session: TrainingSession, algorithm: Algorithm) -> RewardM
     settings = config.rewards
     if settings.is_default and not _has_stage_weights(config):
         return None
-    for path in settings.models:
-        vocabulary = load_tokenizer(str(find_reward_model(Path(path))[0]), needs_template=False).get_vocab()
-        if vocabulary != session.tokenizer.get_vocab():
-            raise UserError(
-                f"The reward model {path} has a different vocabulary from the policy.",
-                "Train one from this policy's model.",
-            )
+    check_reward_vocabulary(settings.models, session.tokenizer)
     return build_reward_mixer(config, session.world, algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS))
 
 
@@ -376,7 +379,7 @@ class RewardMixer:
         return [self._set_model_part(t, one, step) for t, one in zip(trajectories, found, strict=True)]
 
     def _set_model_part(self, trajectory: Trajectory, judgement: RewardPrediction, step: int) -> Trajectory:
-        """Set the part to the mean value; turn rewards sum to the weight times that mean."""
+        """Set the part to the mean value; turn rewards sum to the weight times that mean, or times `crossed_shares`."""
         part, values = self.parts[-1], judgement.values
         threshold = self.settings.model_threshold
         rewards = {MODEL_PART: judgement.mean if threshold is None else float(judgement.mean >= threshold)}
@@ -387,7 +390,10 @@ class RewardMixer:
         if not self._sets_turn_rewards or is_closed:
             return updated
         weight = part.weight.at(step - 1)
-        turn_rewards = [weight * min(value, part.high) / len(values) for value in values]
+        if thresholds := self.settings.process.thresholds:
+            turn_rewards = [weight * min(share, part.high) for share in crossed_shares(values, thresholds)]
+        else:
+            turn_rewards = [weight * min(value, part.high) / len(values) for value in values]
         previous = list(trajectory.turn_rewards) + [0.0] * (len(turn_rewards) - len(trajectory.turn_rewards))
         turn_rewards += [0.0] * (len(previous) - len(turn_rewards))
         return replace(updated, turn_rewards=tuple(a + b for a, b in zip(previous, turn_rewards, strict=True)))
@@ -435,6 +441,15 @@ class RewardMixer:
         outcome = weighted_sum(parts=values, weights=[w if part.outcome else 0.0 for part, w in pairs])
         shaping = weighted_sum(parts=values, weights=[0.0 if part.outcome else w for part, w in pairs])
         return outcome + gated(gate=self._gate_values(trajectories), rewards=shaping, threshold=FULL)
+
+
+def crossed_shares(values: Sequence[float], thresholds: Sequence[float]) -> list[float]:
+    """Return for each turn the share of the thresholds that its value is the first to exceed; they sum to at most 1."""
+    best, shares = -1.0, []
+    for value in values:
+        shares.append(sum(best <= one < value for one in thresholds) / len(thresholds))
+        best = max(best, value)
+    return shares
 
 
 def _check_leaves(episodes: Sequence[Episode]) -> None:

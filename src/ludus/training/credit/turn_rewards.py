@@ -100,7 +100,8 @@ def shaping_ranges(settings: RewardsConfig, max_turns: int, outcome: float) -> l
         ranges.append(ShapingRange("turns", max_turns * min(values), max_turns * max(values)))
     if settings.turn_verifier_weight:
         weight = settings.turn_verifier_weight
-        ranges.append(ShapingRange("rewards.turn_verifier_weight", 0.0, weight))
+        low = -weight * max_turns if settings.process.source == "search_gain" else 0.0
+        ranges.append(ShapingRange("rewards.turn_verifier_weight", low, weight))
     if settings.length.kind == "sigmoid":
         floor = settings.length.floor
         ranges.append(ShapingRange(f"rewards.{LENGTH_PART}", (floor - 1) * outcome, 0.0, floor))

@@ -8,7 +8,7 @@ resumed run trains on the same ones.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -97,7 +97,7 @@ def pairs_of_attempts(
     failed, have no action tokens, branch, or exceed `max_tokens` are ignored.
     """
     pairs = []
-    for source, group in _groups(name, (r for r in records if is_usable(r, max_tokens))):
+    for source, group in groups_of(name, (r for r in records if is_usable(r, max_tokens))):
         sides = [PairSide(r.trajectory.token_ids, r.trajectory.action_mask) for r in group]
         pairs += _best_against_worst(source, sides, [r.trajectory.reward for r in group], min_gap)
     return pairs
@@ -113,13 +113,20 @@ def pairs_of_branches(
     the action; only the action is trained (step-level preferences, arXiv:2405.00451). Otherwise as `pairs_of_attempts`.
     """
     pairs = []
-    for source, group in _groups(name, records):
-        for history, branches in _steps(group, max_tokens).items():
-            before = (False,) * len(history)
-            sides = [PairSide(history + action, before + (True,) * len(action)) for action in branches]
-            values = [math.fsum(rewards) / len(rewards) for rewards in branches.values()]
-            pairs += _best_against_worst(f"{source}/step of {len(history)} tokens", sides, values, min_gap)
+    for source, group in groups_of(name, records):
+        for history, branches in steps_of(group, max_tokens).items():
+            values = {action: math.fsum(rewards) / len(rewards) for action, rewards in branches.items()}
+            pairs += pair_of_step(source, history, values, min_gap)
     return pairs
+
+
+def pair_of_step(
+    source: str, history: tuple[int, ...], values: Mapping[tuple[int, ...], float], min_gap: float
+) -> list[PreferencePair]:
+    """Return the pair of the actions after `history` with the largest and the smallest value, if they differ enough."""
+    before = (False,) * len(history)
+    sides = [PairSide(history + action, before + (True,) * len(action)) for action in values]
+    return _best_against_worst(f"{source}/step of {len(history)} tokens", sides, [*values.values()], min_gap)
 
 
 def _best_against_worst(
@@ -186,7 +193,8 @@ Steps = dict[tuple[int, ...], dict[tuple[int, ...], list[float]]]
 """Rewards of the leaves below each action, by preceding tokens and by its own tokens."""
 
 
-def _steps(records: Sequence[RolloutRecord], max_tokens: int) -> Steps:
+def steps_of(records: Sequence[RolloutRecord], max_tokens: int) -> Steps:
+    """Return the actions of a group's rollouts by their histories; those beyond `max_tokens` are left out."""
     steps: Steps = {}
     for record in records:
         if not record.is_scored:
@@ -203,7 +211,8 @@ def _steps(records: Sequence[RolloutRecord], max_tokens: int) -> Steps:
     return steps
 
 
-def _groups(name: str, records: Iterable[RolloutRecord]) -> Iterator[tuple[str, list[RolloutRecord]]]:
+def groups_of(name: str, records: Iterable[RolloutRecord]) -> Iterator[tuple[str, list[RolloutRecord]]]:
+    """Yield each group of a file, with the name of its pairs."""
     groups: dict[str, list[RolloutRecord]] = {}
     for record in records:
         groups.setdefault(record.group, []).append(record)

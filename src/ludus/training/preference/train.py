@@ -49,6 +49,7 @@ from ludus.training.preference.pairs import (
     with_mismatched,
     with_reference,
 )
+from ludus.training.preference.ranking import RankedPairs
 from ludus.training.preference.tree_search import SEARCH_FILE, pairs_of_tree, search_metrics, tree_search
 from ludus.training.rl.build import probe_tokens
 from ludus.training.rl.validate import check_rollouts
@@ -177,7 +178,10 @@ def _has_labels(settings: PreferenceConfig, run: RunFolder) -> bool:
 
 
 def _pair_maker(session: TrainingSession) -> PairMaker:
-    return pairs_of_branches if session.config.preference.pairs == "steps" else pairs_of_attempts
+    settings = session.config.preference
+    if settings.model is not None:
+        return RankedPairs.of(session)
+    return pairs_of_branches if settings.pairs == "steps" else pairs_of_attempts
 
 
 def _is_in_pair(record: RolloutRecord, sides: Collection[tuple[int, ...]]) -> bool:

@@ -20,6 +20,7 @@ from ludus.rollouts.episode import ChatSession, EngineChatSession
 from ludus.rollouts.ledger import Ledger, RolloutKey
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
 from ludus.rollouts.scheduler import Episode, RolloutRequest, SamplingPlan
+from ludus.training.collection.demonstrations import Demonstrations, given_dialogues
 from ludus.training.datasets.files import load_records, read_rollout_file
 from ludus.training.preference.pairs import PreferencePair, pairs_of_file, pairs_of_rollouts, rollout_files
 from ludus.training.run.run_dir import RunFolder
@@ -30,7 +31,8 @@ from ludus.training.run.session import (
     make_engine,
     session_scheduler,
 )
-from ludus.training.value_models.reward_model import RewardExample, ScoredSequence, examples_of_rollouts, is_usable
+from ludus.training.value_models.labels import TurnLabels, examples_of_rollouts, turn_example
+from ludus.training.value_models.reward_model import RewardExample, ScoredSequence, action_ends, is_usable
 from ludus.types import Segment, Trajectory
 
 History = tuple[Segment, ...]
@@ -115,11 +117,44 @@ def gather_examples(session: TrainingSession) -> list[RewardExample]:
         examples = [_pair_example(pair) for pair in pairs]
     else:
         rows = _read_usable(files, settings.data, limit)
-        discount = settings.discount if settings.kind == "process" else None
         further = sample_continuations(session, rows, settings.rollouts) if settings.rollouts else []
-        examples = examples_of_rollouts(rows, session.world.rewards, discount, further)
+        if settings.labels == "inverse":
+            examples = asyncio.run(inverse_examples(session, rows))
+        else:
+            labels = TurnLabels(settings.labels, settings.discount) if settings.kind == "process" else None
+            examples = examples_of_rollouts(rows, session.world.rewards, labels, further)
     _check(examples, session)
     return hold_out(examples, settings.held_out, session.config.run.seed)
+
+
+async def inverse_examples(
+    session: TrainingSession, records: Sequence[tuple[str, RolloutRecord]]
+) -> list[RewardExample]:
+    """Return demonstrations, whose turns have the target 1, and as many of the attempts at their tasks, with 0.
+
+    The attempts are drawn at random by the seed of the run. Raises UserError without demonstrations of these tasks.
+    """
+    by_task: dict[str, list[tuple[str, RolloutRecord]]] = {}
+    for source, record in records:
+        by_task.setdefault(record.trajectory.task_id, []).append((source, record))
+    experts = Demonstrations(session, given_dialogues(session))
+    tasks = [task for task in session.world.tasks("train") if task.id in by_task]
+    async with closing(session.world):
+        shown = await experts.replay(tasks)
+    if not any(shown.values()):
+        raise UserError(
+            "reward_model.labels inverse needs demonstrations, and none of the attempted tasks has one.",
+            "Use a world with an expert, or set experts.path to dialogues with the ids of these tasks.",
+        )
+    examples = []
+    for task_id, played in shown.items():
+        attempts = by_task[task_id]
+        random.Random(f"inverse:{session.config.run.seed}:{task_id}").shuffle(attempts)
+        rows = [(f"demonstration of {task_id}", one, 1.0) for one in played]
+        rows += [(source, record.trajectory, 0.0) for source, record in attempts[: len(played)]]
+        for source, one, target in rows:
+            examples.append(turn_example(source, one, action_ends(one), (target,) * len(action_ends(one))))
+    return examples
 
 
 def hold_out(examples: Sequence[RewardExample], share: float, seed: int) -> list[RewardExample]:
@@ -168,7 +203,7 @@ def _check(examples: Sequence[RewardExample], session: TrainingSession) -> None:
         )
     targets = {target for example in examples for sequence in example.sequences for target in sequence.targets}
     if len(targets) == 1:
-        how = "succeeded" if targets == {1.0} else "failed"
+        how = {1.0: "succeeded", 0.0: "failed"}.get(min(targets), "have turns of the same value")
         raise UserError(
             f"All {len(examples)} attempts of {where} {how}, and a reward model needs both outcomes.",
             "Use a run with successes and failures, and its world.",

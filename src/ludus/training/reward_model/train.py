@@ -96,7 +96,7 @@ def measure(model: RewardModel, examples: Sequence[RewardExample], max_tokens: i
     chunks = split_by_tokens(examples, max_tokens)
     loss = sum(float(losses(model, part).sum()) for part in chunks) / num_terms(model.kind, examples)
     sequences = [sequence for part in chunks for example in part for sequence in example.sequences]
-    scores = torch.cat([torch.cat(model.scores([a for e in part for a in e.sequences])) for part in chunks])
+    scores = torch.cat([model.logits([a for e in part for a in e.sequences]) for part in chunks])
     if model.kind == "pairwise":
         margin = scores[::2] - scores[1::2]
         right = (margin > 0).double() + (margin == 0).double() / 2

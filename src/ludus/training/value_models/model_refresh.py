@@ -30,12 +30,12 @@ from ludus.training.distributed.collectives import copy_into
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
 from ludus.training.run.checkpoint import load_part, load_text
 from ludus.training.run.run_dir import RunFolder
+from ludus.training.value_models.labels import TurnLabels, examples_of_rollouts
 from ludus.training.value_models.reward_model import (
     RewardEnsemble,
     RewardExample,
     ScoredSequence,
     action_ends,
-    examples_of_rollouts,
     is_usable,
     reward_step,
 )
@@ -55,7 +55,7 @@ class RewardModelRefresh:
     seed: int
     microbatch_tokens: int
     max_seq_len: int
-    discount: float
+    labels: TurnLabels
     optimizers: tuple[Optimizer, ...]
     examples: dict[int, list[RewardExample]] = field(default_factory=dict)
 
@@ -69,16 +69,16 @@ class RewardModelRefresh:
             Optimizer(member.states.model.requires_grad_(True), schedule, master_weights=masters)
             for member in ensemble.members
         )
-        discount = training_discount(Path(config.rewards.models[0])) if ensemble.kind == "process" else 1.0
+        labels = training_labels(Path(config.rewards.models[0]))
         limits = training.microbatch_tokens, config.rollout.max_seq_len
-        return cls(ensemble, rewards, settings, config.run.seed, *limits, discount, optimizers)
+        return cls(ensemble, rewards, settings, config.run.seed, *limits, labels, optimizers)
 
     def add(self, step: int, samples: Sequence[TrainingSample]) -> None:
         """Add the rollouts of a step, and forget those outside the window."""
         if not self.settings.every:
             return
         records = [sample.record for sample in samples if is_usable(sample.record, self.max_seq_len)]
-        self.examples[step] = verified_examples(self.ensemble, records, self.rewards, self.discount)
+        self.examples[step] = verified_examples(self.ensemble, records, self.rewards, self.labels)
         window = self.settings.window or self.settings.every
         self.examples = {known: own for known, own in self.examples.items() if known > step - window}
 
@@ -157,16 +157,17 @@ def restored_refresh(
     return refresh
 
 
-def training_discount(path: Path) -> float:
-    """Return `reward_model.discount` of the run of a reward model, given its folder or a checkpoint; 1 if unknown."""
+def training_labels(path: Path) -> TurnLabels:
+    """Return the targets of turns that a reward model was trained on, given its run folder or a checkpoint."""
     for folder in (path, path.parent.parent):
         if (folder / "config.toml").is_file():
-            return RunFolder(folder).load_config().reward_model.discount
-    return 1.0
+            settings = RunFolder(folder).load_config().reward_model
+            return TurnLabels("return" if settings.labels == "inverse" else settings.labels, settings.discount)
+    return TurnLabels()
 
 
 def verified_examples(
-    ensemble: RewardEnsemble, records: Sequence[RolloutRecord], rewards: Sequence[Reward], discount: float
+    ensemble: RewardEnsemble, records: Sequence[RolloutRecord], rewards: Sequence[Reward], labels: TurnLabels
 ) -> list[RewardExample]:
     """Return examples for the ensemble's kind, with the outcomes of the verifier as targets.
 
@@ -175,7 +176,7 @@ def verified_examples(
     """
     named = [(f"{record.step}/{record.group}/{record.trajectory.sample}", record) for record in records]
     if ensemble.kind != "pairwise":
-        return examples_of_rollouts(named, rewards, discount if ensemble.kind == "process" else None)
+        return examples_of_rollouts(named, rewards, labels if ensemble.kind == "process" else None)
     sides: dict[str, tuple[list[Trajectory], list[Trajectory]]] = {}
     for record in records:
         sides.setdefault(record.group, ([], []))[not success(rewards, record.trajectory)].append(record.trajectory)

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from statistics import fmean
 from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from transformers import PreTrainedTokenizerBase
 
 from ludus.config.schema import Config
-from ludus.engines.models.loading import load_model
+from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.errors import LearnerError, UserError
-from ludus.rewards.base import Reward, success
 from ludus.rollouts.rollout_files import RolloutRecord
 from ludus.training.batches.rows import pad_table
 from ludus.training.learner.optimizer import Optimizer
@@ -30,10 +30,14 @@ Kind = Literal["pairwise", "pointwise", "process"]
 
 @dataclass(frozen=True)
 class RewardModel:
-    """Scores of attempts; `sigmoid(score)` is a probability or a value in [0, 1]."""
+    """Scores of attempts; `sigmoid(score)` is a probability or a value in [0, 1].
+
+    `inverse_discount`: train the scores as values Q of which `Q_t - inverse_discount * Q_{t+1}` is a logit.
+    """
 
     states: HeadModel
     kind: Kind
+    inverse_discount: float | None = None
 
     def scores(self, sequences: Sequence[ScoredSequence]) -> list[Tensor]:
         """Return the score at each position of each attempt, `[K]` each, with gradient."""
@@ -44,6 +48,16 @@ class RewardModel:
         device = states.device
         values = states.read(tokens.to(device), (rows.to(device), columns.to(device)))[:, 0]
         return list(torch.split(values, [len(sequence.positions) for sequence in sequences]))
+
+    def logits(self, sequences: Sequence[ScoredSequence]) -> Tensor:
+        """Return the logits of the targets of all attempts, one after another, with gradient.
+
+        They are the scores, or with `inverse_discount` the rewards `Q_t - discount * Q_{t+1}`, with 0 after the last.
+        """
+        scores, discount = self.scores(sequences), self.inverse_discount
+        if discount is not None:
+            scores = [q - discount * torch.cat([q[1:], q.new_zeros(1)]) for q in scores]
+        return torch.cat(scores)
 
     @torch.no_grad()
     def predict(self, sequences: Sequence[ScoredSequence], max_tokens: int) -> list[tuple[float, ...]]:
@@ -121,7 +135,8 @@ def make_reward_model(session: TrainingSession) -> RewardModel:
     recompute = session.config.model.activation_checkpointing
     hint = "Use another model, for example with --model."
     states = HeadModel(session.model, "reward model", hint, recompute=recompute)
-    return RewardModel(states, session.config.reward_model.kind)
+    settings = session.config.reward_model
+    return RewardModel(states, settings.kind, settings.discount if settings.labels == "inverse" else None)
 
 
 def find_reward_model(path: Path) -> tuple[Path, Kind]:
@@ -157,6 +172,17 @@ def check_ensemble(paths: Sequence[str]) -> None:
     if len(set(kinds.values())) > 1:
         kinds_by_path = ", ".join(f"{path} is {kind}" for path, kind in kinds.items())
         raise UserError(f"The reward models of an ensemble differ in kind: {kinds_by_path}.", "Use models of one kind.")
+
+
+def check_reward_vocabulary(paths: Sequence[str], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise UserError for a reward model whose vocabulary differs from the policy's."""
+    for path in paths:
+        vocabulary = load_tokenizer(str(find_reward_model(Path(path))[0]), needs_template=False).get_vocab()
+        if vocabulary != tokenizer.get_vocab():
+            raise UserError(
+                f"The reward model {path} has a different vocabulary from the policy.",
+                "Train one from this policy's model.",
+            )
 
 
 def load_ensemble(paths: Sequence[str], std_coef: float, config: Config) -> RewardEnsemble:
@@ -201,6 +227,18 @@ class RewardExample:
         return sum(len(sequence.tokens) for sequence in self.sequences) - (len(self.sequences) - 1) * self.prompt_length
 
 
+def attempt_scores(model: RewardEnsemble, attempts: Sequence[Trajectory], max_tokens: int) -> list[float]:
+    """Return the value of each attempt after its last action; minus infinity if it failed or is not linear."""
+    known = [
+        i for i, one in enumerate(attempts) if one.failure is None and one.num_action_tokens and len(one.rows) == 1
+    ]
+    inputs = [ScoredSequence(attempts[i].token_ids, action_ends(attempts[i])[-1:], (0.0,)) for i in known]
+    scores = [-math.inf] * len(attempts)
+    for i, found in zip(known, model.predict(inputs, max_tokens) if inputs else (), strict=True):
+        scores[i] = found.values[0]
+    return scores
+
+
 def action_ends(trajectory: Trajectory) -> tuple[int, ...]:
     """Return the position of the last action token of each turn in a linear trajectory."""
     ends: dict[int, int] = {}
@@ -219,40 +257,6 @@ def is_usable(record: RolloutRecord, max_tokens: int) -> bool:
         and len(trajectory.rows) == 1
         and len(trajectory.token_ids) <= max_tokens
     )
-
-
-def examples_of_rollouts(
-    records: Sequence[tuple[str, RolloutRecord]],
-    rewards: Sequence[Reward],
-    discount: float | None,
-    further: Sequence[Trajectory] = (),
-) -> list[RewardExample]:
-    """Return one example per named rollout.
-
-    Without `discount` the target of the last action is the success, 1 or 0. With it every turn has a target: the
-    mean return of all rollouts that share the tokens up to and including that turn's action,
-    `discount ^ (remaining turns) * success` each (AgentPRM, arXiv:2502.10325). `further` rollouts only contribute to
-    these means.
-    """
-    ends = [action_ends(record.trajectory) for _, record in records]
-    outcomes = [float(success(rewards, record.trajectory)) for _, record in records]
-    returns: dict[tuple[int, ...], list[float]] = {}
-    if discount is not None:
-        for trajectory in [*(record.trajectory for _, record in records), *further]:
-            positions, outcome = action_ends(trajectory), float(success(rewards, trajectory))
-            for turn, end in enumerate(positions):
-                value = discount ** (len(positions) - 1 - turn) * outcome
-                returns.setdefault(trajectory.token_ids[: end + 1], []).append(value)
-    examples = []
-    for (source, record), positions, outcome in zip(records, ends, outcomes, strict=True):
-        tokens = record.trajectory.token_ids
-        at: tuple[int, ...] = (positions[-1],)
-        targets: tuple[float, ...] = (outcome,)
-        if discount is not None:
-            at, targets = positions, tuple(fmean(returns[tokens[: end + 1]]) for end in positions)
-        prompt = record.trajectory.action_mask.index(True)
-        examples.append(RewardExample(source, prompt, (ScoredSequence(tokens, at, targets),)))
-    return examples
 
 
 def reward_step(
@@ -285,10 +289,10 @@ def num_terms(kind: Kind, examples: Sequence[RewardExample]) -> int:
 def losses(model: RewardModel, examples: Sequence[RewardExample]) -> Tensor:
     """Return the loss of each pair (`-log sigmoid(s_chosen - s_rejected)`, Bradley-Terry) or of each position.
 
-    The latter is the binary cross-entropy of `sigmoid(s)` and the target, which may lie between 0 and 1.
+    The latter is the binary cross-entropy of the `sigmoid` of the logit and the target, which may lie between 0 and 1.
     """
     sequences = [sequence for example in examples for sequence in example.sequences]
-    scores = torch.cat(model.scores(sequences))
+    scores = model.logits(sequences)
     if model.kind == "pairwise":
         return -torch.nn.functional.logsigmoid(scores[::2] - scores[1::2])
     targets = torch.tensor([target for sequence in sequences for target in sequence.targets]).to(scores)

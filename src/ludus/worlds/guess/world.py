@@ -11,6 +11,7 @@ import math
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 from pydantic import Field
 
@@ -103,6 +104,21 @@ class GuessWorld(World):
 
     def environment(self, task: Task) -> GuessEnv:
         return GuessEnv()
+
+    def achieved(self, task: Task, trajectory: Trajectory) -> Task | None:
+        """Return the task of the last guess in the range; None if it is the number, or a task of another split."""
+        low, high = (int(task.tags[name]) for name in ("low", "high"))
+        said = [one["content"].strip() for one in trajectory.messages if one["role"] == "assistant"]
+        guesses = [int(text) for text in said if text.isascii() and text.isdigit() and len(text) < 9]
+        fitting = [guess for guess in guesses if low <= guess <= high]
+        if not fitting or str(fitting[-1]) == task.truth:
+            return None
+        other = make_task(low, high - low + 1, fitting[-1], "train")
+        return None if other.id in self._held_out else other
+
+    @cached_property
+    def _held_out(self) -> frozenset[str]:
+        return frozenset(one.id for split, tasks in self.task_lists.items() if split != "train" for one in tasks)
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         rng = random.Random(f"{self.settings.seed}/{seed}/show")

@@ -30,6 +30,8 @@ class Puzzle(Simulator):
     checkpoints: str = "0"
     """Number of exploration checkpoints."""
     over: bool = False
+    achieved: str = ""
+    """Goal, other than its own, that the game so far has reached, for `set_goal`; empty without one."""
 
     def __init__(self, rng: random.Random, level: Level, view: View = "grid") -> None:
         self.rng, self.level, self.view = rng, level, view
@@ -41,6 +43,10 @@ class Puzzle(Simulator):
     @abstractmethod
     def apply(self, action: str) -> float:
         """Apply a valid action, and return its reward; sets `success`, and `over` at the end of the game."""
+
+    def set_goal(self, goal: str) -> None:
+        """Replace the goal before the start; games without `achieved` have no other goals."""
+        raise NotImplementedError
 
     def instance(self) -> str:
         """Return a text that identifies the whole initial state, so that no two splits share a game."""

@@ -22,6 +22,11 @@ def moved(cell: Cell, action: str) -> Cell:
     return cell[0] + MOVES[action][0], cell[1] + MOVES[action][1]
 
 
+def _cell(text: str) -> Cell:
+    row, column = text.split(",")
+    return int(row), int(column)
+
+
 def drawn(size: int, cells: dict[Cell, str], view: View) -> str:
     """Return a square as rows of characters, or as sentences with the cells of each kind as row,column."""
     if view == "grid":
@@ -50,6 +55,10 @@ class FrozenLake(Puzzle):
             if self._path() is not None:
                 break
 
+    def set_goal(self, goal: str) -> None:
+        """Move G to another cell."""
+        self.goal = _cell(goal)
+
     def _path(self) -> Sequence[str] | None:
         def moves(cell: Cell) -> Iterator[tuple[str, Cell]]:
             for action in MOVES:
@@ -73,6 +82,8 @@ class FrozenLake(Puzzle):
         if self.rng.random() < self.slip:
             action = names[(names.index(action) + self.rng.choice((-1, 1))) % len(names)]
         self.at = self._clipped(moved(self.at, action))
+        if self.at not in self.holes:
+            self.achieved = "" if self.at == (0, 0) else f"{self.at[0]},{self.at[1]}"
         self.over = self.at == self.goal or self.at in self.holes
         self.success = float(self.at == self.goal)
         return self.success
@@ -191,6 +202,10 @@ class Maze(Puzzle):
         self.checkpoints = str(self.size**2)
         self._seen = {self.at}
 
+    def set_goal(self, goal: str) -> None:
+        """Move the exit to another cell."""
+        self.exit = _cell(goal)
+
     def _neighbours(self, cell: Cell) -> Iterator[tuple[str, Cell]]:
         for action in MOVES:
             i, j = moved(cell, action)
@@ -218,6 +233,7 @@ class Maze(Puzzle):
         self.at = moved(self.at, action)
         self._seen.add(self.at)
         self.reached |= {f"{i},{j}" for i, j in self._seen}
+        self.achieved = "" if self.at == (0, 0) else f"{self.at[0]},{self.at[1]}"
         self.over = self.at == self.exit
         self.success = float(self.over)
         return self.success

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from typing import Final, Literal, get_args
 
 from pydantic import Field
@@ -32,6 +32,8 @@ PUZZLES: Final[Mapping[Game, type[Puzzle]]] = {
     "wordle": Wordle,
     "mastermind": Mastermind,
 }
+GOALS: Final = ("frozenlake", "maze")
+"""Games whose goal is a cell, which can be replaced by one that an attempt reached."""
 _SHARES: Final = {"train": 0.7, "validation": 0.1, "test": 0.2}
 _LEVELS: Final[Sequence[Level]] = get_args(Level)
 _TRIES_PER_TASK: Final = 4
@@ -58,7 +60,38 @@ def make_puzzle(task: Task, settings: PuzzlesSettings) -> Puzzle:
     """Return the game of a task in its initial state."""
     game = next(name for name in PUZZLES if name == task.tags["game"])
     level = next(one for one in _LEVELS if str(one) == task.tags["level"])
-    return _new(game, level, task.seed, settings)
+    puzzle = _new(game, level, task.seed, settings)
+    if goal := task.tags.get("goal"):
+        puzzle.set_goal(goal)
+    return puzzle
+
+
+@dataclass(frozen=True)
+class Relabel:
+    """The task with the goal that the actions of an attempt reached (FrozenLake, mazes), in the training split."""
+
+    settings: PuzzlesSettings
+    held_out: Sequence[Task]
+
+    def __call__(self, task: Task, actions: Sequence[str]) -> Task | None:
+        """Return the task; None for other games, if no other cell was reached, and if it equals a held-out game."""
+        puzzle = make_puzzle(task, self.settings)
+        for action in actions:
+            if not puzzle.over:
+                puzzle.step(action)
+        goal = puzzle.achieved
+        if not goal or puzzle.success:
+            return None
+        tags = {**task.tags, "goal": goal}
+        other = make_puzzle(replace(task, tags=tags), self.settings)
+        if other.instance() in self._instances:
+            return None
+        return make_task(other, f"{task.id}@{goal}", other.rules, tags, task.seed)
+
+    @cached_property
+    def _instances(self) -> frozenset[str]:
+        """The initial states of the held-out games."""
+        return frozenset(make_puzzle(task, self.settings).instance() for task in self.held_out)
 
 
 def make_puzzles_world(settings: Mapping[str, object], limits: ToolLimits) -> SimulatorWorld:
@@ -75,7 +108,9 @@ def make_puzzles_world(settings: Mapping[str, object], limits: ToolLimits) -> Si
         rng.shuffle(tasks)
     make = partial(make_puzzle, settings=chosen)
     held_out = [task for split, tasks in lists.items() if split != "train" for task in tasks]
-    return SimulatorWorld("puzzles", lists, make, flaw=chosen.flaw, vary=partial(vary_puzzle, make, held_out))
+    relabel = Relabel(chosen, [task for task in held_out if task.tags["game"] in GOALS])
+    vary = partial(vary_puzzle, make, held_out)
+    return SimulatorWorld("puzzles", lists, make, flaw=chosen.flaw, vary=vary, relabel=relabel)
 
 
 def vary_puzzle(

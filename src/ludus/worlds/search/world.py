@@ -26,6 +26,7 @@ from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import Progress, TurnVerifier, turn_of_call
 from ludus.rewards.exact_match import ExpectedAnswers, exact_match, strict_match, token_f1, well_formed
+from ludus.rewards.process import Retrieval, Retriever
 from ludus.rewards.shaping import citation_support, either, only_if
 from ludus.tools.base import Tool
 from ludus.tools.search import DenseIndex, FolderEncoder, HybridIndex, PassageIndex, RankedIndex, search_tool
@@ -159,15 +160,24 @@ class SearchWorld(World):
         """Verifier of milestones, the passages that state the facts of the hops; None without the tool."""
         return self._retrieved if self.settings.access == "tool" else None
 
+    @property
+    def retrieval(self) -> Retriever | None:
+        """The passages that each turn found, and those that state the facts of the hops; None without the tool."""
+        return self._passages if self.settings.access == "tool" else None
+
     def _retrieved(self, task: Task, trajectory: Trajectory) -> Progress:
+        found = self._passages(task, trajectory)
+        return Progress([set(found.gold).intersection(one) for one in found.by_turn], len(found.gold))
+
+    def _passages(self, task: Task, trajectory: Trajectory) -> Retrieval:
         question = self._question(task)
-        needed = set() if question is None else {hop.passage for hop in question.hops}
-        reached: list[set[str]] = [set() for _ in range(trajectory.num_turns)]
+        gold = () if question is None else tuple(dict.fromkeys(hop.passage for hop in question.hops))
+        by_turn: list[list[str]] = [[] for _ in range(trajectory.num_turns)]
         for outcome in trajectory.outcomes:
             turn = turn_of_call(outcome.call_id)
-            if outcome.status is ToolStatus.OK and turn is not None and turn < len(reached):
-                reached[turn] |= needed.intersection(outcome.output.split("\n"))
-        return Progress(reached, len(needed))
+            if outcome.status is ToolStatus.OK and turn is not None and turn < len(by_turn):
+                by_turn[turn] += outcome.output.split("\n")
+        return Retrieval(by_turn, gold)
 
     def _question(self, task: Task) -> SearchQuestion | None:
         split = task.tags.get("split", "")
