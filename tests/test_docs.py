@@ -344,7 +344,10 @@ OF_ENGINES_ELSEWHERE = {"sync/engines", "sync/transfer_s"}
 """Metrics of remote engines, which no command of these pages starts."""
 
 
-OF_SETTINGS = ("collapse/", "entropy/coef", "exploration/", "judge/", "reward_model/", "tools/untested")
+OF_SETTINGS = (
+    *("collapse/", "constraint/", "entropy/coef", "exploration/", "judge/", "majority/", "reward_model/"),
+    "tools/untested",
+)
 """Beginnings of metrics that the run of these pages does not switch on."""
 
 

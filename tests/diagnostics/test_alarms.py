@@ -74,6 +74,11 @@ SHOWN = {
     "shaping_only": unsolved([row | {"reward/format": n / 40} for n, row in enumerate(healthy())], 0.3),
     "judge_drift": with_end(5, judge__reward_model__agreement=0.6),
     "over_optimization": proxy(lambda n: 0.5 + n / 300, lambda n: 0.6 - n / 200),
+    "majority_collapse": [
+        row | {"majority/ratio": min(1.0, 0.4 + n / 40), "majority/label_accuracy": 0.5 + 0.015 * (n % 2)}
+        for n, row in enumerate(healthy())
+    ],
+    "constraint_saturated": with_end(5, constraint__saturated=1.0),
     "untested_answers": with_end(5, tools__untested=0.6),
     "reward_hacking": evaluated((0.3, 0.3), (0.5, 0.5), (0.7, 0.35), (0.8, 0.3)),
     "mismatch": with_end(1, mismatch__logprob_diff=0.051),

@@ -26,7 +26,8 @@ from ludus.rollouts.episode import EngineChatSession
 from ludus.rollouts.ledger import Ledger, RolloutKey
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.rollouts.scheduler import Episode, RolloutRequest, SamplingPlan, engine_scheduler, rollout_for
-from ludus.training.collection.reward_mixing import build_reward_mixer, check_reward_settings
+from ludus.training.collection.rewards.reward_mixing import build_reward_mixer
+from ludus.training.collection.rewards.reward_plan import check_reward_settings
 from ludus.types import Group, Segment, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from small_runs import lasting_files
 from tiny_run import RECIPE, WORLD, copy_run, ludus, refused

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 from chat_server import Reply, say
-from ludus.config.sections.judges import JudgeConfig
+from ludus.config.sections.parts.judges import JudgeConfig
 from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import ToolWorld
 from ludus.judges.client import EndpointJudge, JudgeClient

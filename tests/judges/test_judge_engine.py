@@ -14,7 +14,7 @@ from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.judges.client import JUDGE_FILE, EngineJudge, JudgeClient
 from ludus.judges.grading import Grader
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
-from ludus.training.collection.judging import GroupJudge
+from ludus.training.collection.rewards.judging import GroupJudge
 from ludus.training.rl.build import train
 from ludus.training.run.preflight import model_path
 from ludus.training.run.run_dir import RunFolder, lock_run, new_run

@@ -27,7 +27,7 @@ from ludus.judges.calibration import (
 from ludus.judges.client import JUDGE_FILE
 from ludus.judges.grading import GradingStats
 from ludus.rewards.base import Reward, score
-from ludus.training.collection.judging import GroupJudge, check_judge
+from ludus.training.collection.rewards.judging import GroupJudge, check_judge
 from ludus.types import Failure, Leaf, Segment, StopReason
 from tests.judges.judge_parts import episode, grader, scoring, settings, text_in, world
 

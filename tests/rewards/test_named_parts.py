@@ -19,7 +19,8 @@ from ludus.rewards.registry import NAMED, RegisteredReward, named_part
 from ludus.rollouts.ledger import Ledger, RolloutKey
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.scheduler import Episode, FailureBudget
-from ludus.training.collection.reward_mixing import add_extra_parts, build_reward_mixer, check_reward_settings
+from ludus.training.collection.rewards.reward_mixing import add_extra_parts, build_reward_mixer
+from ludus.training.collection.rewards.reward_plan import check_reward_settings
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import record_outcomes
 from ludus.training.run.session import TrainingSession

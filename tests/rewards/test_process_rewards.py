@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from ludus.config.load import config_from_toml, load_config
-from ludus.config.sections.process import ProcessConfig
+from ludus.config.sections.parts.process import ProcessConfig
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.config.toml import to_toml
 from ludus.envs.registry import build_world
@@ -26,7 +26,8 @@ from ludus.rewards.process import (
     write_subgoals,
 )
 from ludus.rollouts.reward_process import turn_scorer
-from ludus.training.collection.reward_mixing import check_reward_settings, crossed_shares
+from ludus.training.collection.rewards.reward_mixing import crossed_shares
+from ludus.training.collection.rewards.reward_plan import check_reward_settings
 from ludus.training.credit.turn_rewards import shaping_ranges
 from ludus.types import Message, Segment, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from ludus.worlds.search.world import SearchSettings, SearchWorld

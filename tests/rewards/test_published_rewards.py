@@ -19,7 +19,8 @@ from ludus.rewards.shaping import extra_turns, format_score, think_format, tool_
 from ludus.rollouts.ledger import RolloutKey
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.rollouts.scheduler import Episode
-from ludus.training.collection.reward_mixing import RewardMixer, plan_parts
+from ludus.training.collection.rewards.reward_mixing import RewardMixer
+from ludus.training.collection.rewards.reward_plan import plan_parts
 from ludus.types import Message, StopReason, Task, ToolOutcome, ToolStatus, Trajectory
 from ludus.worlds.search.world import SearchSettings, SearchWorld
 from tables import composite_pairs

@@ -23,7 +23,8 @@ from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.rollout_files import RolloutRecord, parse_rollout, rollout_line
 from ludus.rollouts.scheduler import Episode
 from ludus.sandbox import open_sandbox
-from ludus.training.collection.reward_mixing import build_reward_mixer, check_reward_settings
+from ludus.training.collection.rewards.reward_mixing import build_reward_mixer
+from ludus.training.collection.rewards.reward_plan import check_reward_settings
 from ludus.training.credit.turn_rewards import events_of, with_turn_rewards
 from ludus.training.rl.validate import inactive_parts
 from ludus.types import (

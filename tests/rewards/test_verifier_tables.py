@@ -66,6 +66,7 @@ TABLES = {
     "thrift": (suite_pairs.THRIFT,),
     "extra_calls": (shaping_pairs.COUNTS,),
     "invalid_calls": (shaping_pairs.COUNTS,),
+    "used_results": (shaping_pairs.USED_RESULTS,),
     "tool_diversity": (shaping_pairs.DIVERSITY,),
     "repeated_calls": (shaping_pairs.REPEATS, shaping_pairs.REPEATED_CALLS),
     "long_answer": (shaping_pairs.LENGTHS, shaping_pairs.LONG_TEXTS),

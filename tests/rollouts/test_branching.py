@@ -24,7 +24,8 @@ from ludus.rewards.base import Reward
 from ludus.rollouts.episode import RestoreError
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.rollouts.trees import run_tree
-from ludus.training.collection.reward_mixing import RewardMixer, plan_parts
+from ludus.training.collection.rewards.reward_mixing import RewardMixer
+from ludus.training.collection.rewards.reward_plan import plan_parts
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.rl.validate import check_branch, inactive_parts
 from ludus.types import Group, Message, Segment, StopReason, Task, ToolOutcome, ToolStatus, Trajectory

@@ -147,6 +147,61 @@ def pareto(*, parts: Tensor, group: Tensor) -> Tensor:
     return 1 - ranks.double() / fronts[index]
 
 
+GDPO_EPS = 1e-4
+"""Added to the standard deviations of `gdpo`, as in TRL."""
+
+
+def gdpo(*, parts: Tensor, weights: Sequence[float], group: Tensor) -> Tensor:
+    """Return `sum_k w_k (x_k - mean_g(x_k)) / (std_g(x_k) + 1e-4)`, [N] float64: the group stage of GDPO.
+
+    arXiv:2601.05242, as TRL's `multi_objective_aggregation="normalize_then_sum"` (`ddof` 1). Parts of weight 0 are
+    ignored; a part that is equal within a group adds exactly 0. `parts` [N, K], `group` [N] integers. `gdpo_batch` is
+    the second stage.
+    """
+    _check_parts(parts, len(weights))
+    total = torch.zeros(len(parts), dtype=torch.float64, device=parts.device)
+    for k, weight in enumerate(weights):
+        if weight != 0:
+            grouped = group_rewards(parts[:, k], group)
+            scale = (grouped.std(1) + GDPO_EPS)[grouped.index]
+            total = total + weight * grouped.subtract(grouped.mean()) / scale
+    return total
+
+
+def gdpo_batch(rewards: Tensor) -> Tensor:
+    """Return `(r - mean) / (std + 1e-4)` over all rows of a batch, [N] float64 (`ddof` 1): the batch stage of GDPO.
+
+    Exactly 0 for equal rewards, and for a single row.
+    """
+    grouped = group_rewards(rewards, torch.zeros(len(rewards), dtype=torch.long))
+    return grouped.subtract(grouped.mean()) / (grouped.std(1) + GDPO_EPS)[grouped.index]
+
+
+@dataclass(frozen=True, slots=True)
+class LagrangeMultiplier:
+    """Multiplier `lambda` of a constraint on the mean cost, updated by dual ascent on its logarithm.
+
+    As in Safe-RLHF's PPO-Lag (arXiv:2310.12773 and the authors' code): the gradient of `lambda (cost -
+    limit)` with respect to `log(lambda)` has the factor `lambda`.
+    """
+
+    log_value: float
+
+    @property
+    def value(self) -> float:
+        return math.exp(self.log_value)
+
+    def updated(self, *, cost: float, limit: float, learning_rate: float, largest: float) -> LagrangeMultiplier:
+        """Return the multiplier after a step with this mean cost, at most `largest`."""
+        raised = self.log_value + learning_rate * self.value * (cost - limit)
+        return LagrangeMultiplier(min(raised, math.log(largest)))
+
+    def penalise(self, *, rewards: Tensor, costs: Tensor) -> Tensor:
+        """Return `(rewards - lambda costs) / (1 + lambda)`, [N]."""
+        _check_rows(rewards, costs=costs)
+        return (rewards - self.value * costs) / (1 + self.value)
+
+
 def dominance_violations(*, parts: Tensor, rewards: Tensor, group: Tensor) -> list[tuple[int, int]]:
     """Return pairs `(better, worse)` of rows in which the better dominates the worse without a higher reward.
 

@@ -1,8 +1,9 @@
-"""Concentration of the policy gradient on few tokens, and train-inference mismatch by token probability."""
+"""Concentration of the policy gradient on few tokens, mismatch by token probability, and statistics of logits."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import Final
@@ -12,6 +13,28 @@ from ludus.algorithms.tensors import Tensor, TokenBatch, check_shapes, clamped_r
 TOP_SHARE: Final = 0.01
 PROBABILITY_BOUNDS: Final = (0.01, 0.1, 0.5, 0.9)
 """Upper bounds of the bins of the engine's probability; an additional last bin holds the rest."""
+
+
+def sum_pi_squared(logits: Tensor) -> Tensor:
+    """Return the sum of squared probabilities, [A] from tempered logits [A, V]."""
+    return torch.softmax(logits, -1).square().sum(-1)
+
+
+def self_certainty(logits: Tensor) -> Tensor:
+    """Return `logsumexp(logits) - mean(logits)`, [A] nats from tempered logits [A, V].
+
+    The forward KL from the uniform distribution plus `log V` (INTUITOR, arXiv:2505.19590, in the form of the authors'
+    code). Infinite if a token is masked.
+    """
+    return torch.logsumexp(logits, -1) - logits.mean(-1)
+
+
+SUM_PI_SQUARED, SELF_CERTAINTY = "sum_pi_squared", "self_certainty"
+LOGIT_STATISTICS: Final[Mapping[str, Callable[[Tensor], Tensor]]] = {
+    SUM_PI_SQUARED: sum_pi_squared,
+    SELF_CERTAINTY: self_certainty,
+}
+"""Statistics of a token's distribution that the learner computes by name."""
 
 
 @dataclass(frozen=True, slots=True)

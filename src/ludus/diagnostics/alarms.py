@@ -416,6 +416,15 @@ def over_optimization(history: History, *, window: int, rise: float, drop: float
     return ""
 
 
+def majority_collapse(history: History, *, steps: int, first: int, limit: float, gain: float, solved: float) -> str:
+    """The mean majority ratio is near 1 and the labels are not right more often than in the first steps."""
+    ratios, name = last_values(history, "majority/ratio", steps), "majority/label_accuracy"
+    base, right = first_mean(history, name, first, steps), last_values(history, name, steps)
+    if base is None or not ratios or fmean(ratios) < limit or fmean(right) >= min(solved, base + gain):
+        return ""
+    return f"majority/ratio is {ratios[-1]:.2f}; {name} went from {base:.2f} to {fmean(right):.2f}"
+
+
 def _means(rows: History) -> dict[str, float]:
     names = [name for name in rows[-1] if name.startswith(("reward/", SUCCESS))]
     return {name: fmean([row.get(name, 0.0) for row in rows]) for name in names}

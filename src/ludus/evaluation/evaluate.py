@@ -46,6 +46,7 @@ class Conditions:
     max_tool_output: int
     min_p: float = 0.0
     guided_tools: bool = False
+    hide_tools: bool = False
 
     @classmethod
     def of(cls, config: Config) -> Conditions:

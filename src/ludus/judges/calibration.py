@@ -15,7 +15,7 @@ from typing import Final
 
 import numpy as np
 
-from ludus.config.sections.judges import JudgeConfig
+from ludus.config.sections.parts.judges import JudgeConfig
 from ludus.errors import ConfigError
 from ludus.evaluation.stats import cohens_kappa
 from ludus.judges.grading import GradedGroup, Grader, GradingStats

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Final, Protocol, TypeVar
 
 from ludus.chat.render import Renderer, decode_exactly
-from ludus.config.sections.judges import POLICY_JUDGE, JudgeClientConfig
+from ludus.config.sections.parts.judges import POLICY_JUDGE, JudgeClientConfig
 from ludus.engines.base import Engine, seed_for
 from ludus.engines.embedded.engine import LocalEngine
 from ludus.errors import EngineError, StorageError

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from statistics import fmean
 
-from ludus.config.sections.judges import JudgeConfig
+from ludus.config.sections.parts.judges import JudgeConfig
 from ludus.envs.base import World
 from ludus.judges.client import JudgeClient, JudgeStats
 from ludus.judges.kinds import GroupValues, Value, combine, group_values, questions

@@ -10,7 +10,7 @@ from typing import Final
 import numpy as np
 from numpy.typing import NDArray
 
-from ludus.config.sections.judges import JudgeConfig
+from ludus.config.sections.parts.judges import JudgeConfig
 from ludus.judges.prompts import (
     JudgedText,
     JudgePrompt,

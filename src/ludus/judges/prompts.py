@@ -18,7 +18,7 @@ from typing import Final, Generic, Literal, TypeVar
 
 from pydantic import BaseModel, Field, ValidationError
 
-from ludus.config.sections.judges import JudgeConfig
+from ludus.config.sections.parts.judges import JudgeConfig
 from ludus.engines.base import seed_for
 from ludus.rewards.rubric import Rubric
 from ludus.types import JSON, Message, Task, Trajectory

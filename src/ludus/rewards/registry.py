@@ -18,6 +18,7 @@ from ludus.rewards.extract import final_answer, last_output
 from ludus.rewards.json_match import MatchState, Schema, Value, json_schema, json_value, same_state
 from ludus.rewards.multiple_choice import Choice, multiple_choice
 from ludus.rewards.paper_rewards import ExpectedCalls, format_kept, retool, search_r1, toolrl
+from ludus.rewards.tool_results import used_results
 from ludus.types import Task
 
 MODEL_PART = "reward_model"
@@ -65,6 +66,7 @@ NAMED: Mapping[str, RegisteredReward] = {
     "token_f1": RegisteredReward(lambda: token_f1, truth=ExpectedAnswers),
     "tool_diversity": RegisteredReward(shaping.tool_diversity, calls=True),
     "tool_use": RegisteredReward(lambda: shaping.tool_use, calls=True),
+    "used_results": RegisteredReward(used_results, calls=True),
     "well_formed": RegisteredReward(lambda: well_formed),
 }
 

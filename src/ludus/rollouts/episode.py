@@ -163,7 +163,7 @@ class _EpisodeRun:
         self.messages += await self._call("start", partial(self.environment.start, self.task), list)
         self.shown = tuple(self.messages)
         with world_errors(_NOT_RENDERED):
-            stop = self.chat.open(self.messages, self.environment.tools)
+            stop = self.chat.open(self.messages, () if self.limits.hide_tools else self.environment.tools)
         while stop is None:
             self.anchors.append(await self._state_hash())
             begin = time.perf_counter()
@@ -181,6 +181,8 @@ class _EpisodeRun:
             self.messages.append(action.message)
             if action.finish_reason == "length":
                 return StopReason.TRUNCATED
+            if self.limits.hide_tools and (action.calls or action.errors):
+                return StopReason.TOOL_ERRORS
             if not (action.calls or action.errors or action.message["content"].strip()):
                 return StopReason.EMPTY_ANSWER
             begin = time.perf_counter()

@@ -130,7 +130,7 @@ def scoring_concurrency(config: Config) -> int:
 def _timeout_error(task: Task, timeout_s: float, stack: str = "") -> RewardTimeout:
     found = [_FRAME.search(line) for line in stack.splitlines()]
     frames = [frame.groups() for frame in found if frame]
-    score = next((i for i, (_, _, name) in enumerate(frames) if name == "score"), 0)
+    score = next((i for i, (_, _, name) in enumerate(frames) if name == "value_of"), 0)
     inner = frames[:score]
     where = f": {inner[-1][2]}, at {inner[0][0]}, line {inner[0][1]}" if inner else ""
     text = f"The rewards of task {task.id} took longer than {timeout_s:g} s{where}."

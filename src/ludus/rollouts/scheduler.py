@@ -17,9 +17,9 @@ from functools import partial
 from ludus.chat.render import Renderer
 from ludus.config.sections.rollout import BranchConfig, NotesConfig, RolloutConfig
 from ludus.engines.base import ContinuesActions, Engine, HasRoleAdapters, Request, seed_for
-from ludus.envs.base import World
+from ludus.envs.base import Environment, World
 from ludus.envs.tool_env import ExtraToolsEnv, ToolLimits
-from ludus.errors import EngineError, WorldError
+from ludus.errors import ConfigError, EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
 from ludus.rollouts.agent_runs import AgentRunner, AgentServer, ExternalAgent, Opponents
 from ludus.rollouts.dialogues.context import ManagedChatSession
@@ -322,6 +322,7 @@ class Scheduler:
         notes = notes_of(limits.notes, request.notes)
         shared = () if notes is None else notes_tools(notes)
         one = (task, request.key.sample)
+        check_hidden_tools(environment, limits)
         if environment.implements("drive"):
             runner = AgentRunner(self.agents, self.lockstep is not None, self.opponents, notes)
             trajectory = await runner.run(*one, environment, partial(self.make_chat, request), limits)
@@ -348,6 +349,12 @@ class Scheduler:
             return add_seconds(found, waiting=time.perf_counter() - begin)
         check_scored_elsewhere(self.world.rewards, environment.rewards, environment)
         return trajectory
+
+
+def check_hidden_tools(environment: Environment, limits: RolloutConfig) -> None:
+    """Raise ConfigError if `rollout.hide_tools` would have no effect."""
+    if limits.hide_tools and (environment.implements("drive") or limits.subagents.max_depth):
+        raise ConfigError("rollout.hide_tools does not apply to agents and sub-agents.", "Unset one of them.")
 
 
 def notes_of(settings: NotesConfig, earlier: Mapping[str, str]) -> Notes | None:

@@ -26,7 +26,8 @@ from ludus.training.batches.rows import BREAK, microbatches, new_actions, num_un
 from ludus.training.collection.filters import AlgorithmState, filter_low_variance, mask_over_age, record_greso_visits
 from ludus.training.collection.prompt_stream import PromptStream
 from ludus.training.collection.replay_buffer import ReplayBuffer
-from ludus.training.collection.reward_mixing import RewardMixer, plan_parts
+from ludus.training.collection.rewards.reward_mixing import RewardMixer
+from ludus.training.collection.rewards.reward_plan import plan_parts
 from ludus.training.credit.advantages import assign_credit, training_rows
 from ludus.training.learner.learner import LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer

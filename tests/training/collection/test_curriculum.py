@@ -23,7 +23,7 @@ from ludus.recipes import recipe_folder
 from ludus.rewards.base import Reward
 from ludus.training.collection.curriculum import Curriculum
 from ludus.training.collection.filters import AlgorithmState
-from ludus.training.collection.reward_mixing import build_reward_mixer
+from ludus.training.collection.rewards.reward_mixing import build_reward_mixer
 from ludus.training.collection.task_categories import PERPLEXITY_FILE, categories, check_curriculum, stages_of
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.rl.build import train

@@ -30,7 +30,8 @@ from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.rollouts.scheduler import Episode
 from ludus.training.collection.prompt_stream import PromptStream
-from ludus.training.collection.reward_mixing import RewardMixer, check_reward_settings, plan_parts
+from ludus.training.collection.rewards.reward_mixing import RewardMixer
+from ludus.training.collection.rewards.reward_plan import check_reward_settings, plan_parts
 from ludus.training.collection.rollout_collector import RolloutCollector
 from ludus.training.credit.advantages import TrainingSample, assign_credit
 from ludus.training.value_models.base import HeadModel

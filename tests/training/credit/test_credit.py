@@ -259,6 +259,8 @@ def test_zero_variance_metric_equals_the_share_dropped_by_the_filter(name):
             algorithm=algorithm,
             demonstrations=None,
             reward_mixer=None,
+            explorer=None,
+            judge=None,
             ledger=SimpleNamespace(close=lambda step, trained: SimpleNamespace(metrics=dict)),
         ),
         session=SimpleNamespace(

@@ -16,7 +16,8 @@ from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
 from ludus.rewards.registry import training_parts
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path, write_rollouts
-from ludus.training.collection.reward_mixing import RewardMixer, check_reward_settings, plan_parts
+from ludus.training.collection.rewards.reward_mixing import RewardMixer
+from ludus.training.collection.rewards.reward_plan import check_reward_settings, plan_parts
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.credit.turn_rewards import calibrate, events_of
 from ludus.types import Segment, ToolOutcome, ToolStatus

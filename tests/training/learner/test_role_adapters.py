@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from ludus.algorithms.spec.resolve import PRESETS
+from ludus.algorithms.token_statistics import SUM_PI_SQUARED
 from ludus.config.sections.model import LoraConfig
 from ludus.engines.base import Request, adapter_of_agent
 from ludus.engines.models.fingerprint import fingerprint_module
@@ -18,7 +19,7 @@ from ludus.engines.models.lora import use_adapter
 from ludus.errors import LearnerError, UserError
 from ludus.rollouts.scheduler import LockstepEngine
 from ludus.training.batches.rows import row_of_trajectory, transitions_of
-from ludus.training.learner.learner import FULL_KL, SUM_PI_SQUARED, LearnerSettings
+from ludus.training.learner.learner import FULL_KL, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.rl.build import AdapterOff
 from ludus.training.run.checkpoint import load_weights

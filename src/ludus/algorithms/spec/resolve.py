@@ -340,7 +340,8 @@ def _not_binary(settings: RewardsConfig, parts: Sequence[Reward]) -> Iterator[tu
                 yield what, f"Set rewards.weights.{part.name} = {wanted[-1]:g} throughout"
     others = {
         "length.kind": settings.length.kind if settings.length.kind != "none" else None,
-        "aggregation": settings.aggregation if settings.aggregation == "pareto" else None,
+        "aggregation": settings.aggregation if settings.aggregation in ("pareto", "gdpo") else None,
+        "constraint.part": settings.constraint.part,
         "normalise_by": settings.normalise_by,
         "model": settings.model if settings.model_weight != 0 else None,
         "judge": settings.judge.kind if settings.judge.is_on and settings.judge.weight != 0 else None,

@@ -13,13 +13,13 @@ from ludus.cli.results.rewards import find_tasks
 from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import print_text
 from ludus.config.schema import Config
-from ludus.config.sections.judges import POLICY_JUDGE
+from ludus.config.sections.parts.judges import POLICY_JUDGE
 from ludus.envs.registry import build_world
 from ludus.errors import UserError
 from ludus.judges.calibration import Calibration, VerifiedEpisode, calibrate
 from ludus.rewards.base import success
 from ludus.rollouts.rollout_files import read_rollouts
-from ludus.training.collection.judging import check_judge, load_judge, make_judge
+from ludus.training.collection.rewards.judging import check_judge, load_judge, make_judge
 
 
 def print_judge(console: Console, args: argparse.Namespace, config: Config, files: Sequence[Path]) -> None:

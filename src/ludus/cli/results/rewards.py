@@ -16,6 +16,7 @@ from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import announce, load_libraries, make_console, print_text
 from ludus.config.load import config_from_toml, load_config
 from ludus.config.schema import Config
+from ludus.config.sections.parts.unsupervised import LEARNER_KINDS
 from ludus.config.toml import to_toml
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
@@ -30,7 +31,7 @@ from ludus.training.run.run_dir import RunFolder
 from ludus.types import Task, Trajectory
 
 if TYPE_CHECKING:
-    from ludus.training.collection.reward_mixing import RewardMixer
+    from ludus.training.collection.rewards.reward_mixing import RewardMixer
 
 
 _JUDGED = (JUDGE_PART, JUDGE_DEFAULT)
@@ -131,13 +132,18 @@ class Replay:
 def rescore(saved: Config, config: Config, files: Sequence[Path], wanted: Callable[[RolloutRecord], bool]) -> Replay:
     """Score rollouts that were sampled with `saved` again, with the world and the section `rewards` of `config`.
 
-    With `rewards.normalise_by` all earlier steps are scored as well, to reproduce the running statistics.
+    With `rewards.normalise_by` or `rewards.constraint` all earlier steps are scored as well, to reproduce the state.
+    Raises UserError if a part needs the policy's logits.
     """
+    if config.rewards.unsupervised.kind in LEARNER_KINDS:
+        text = f"rewards.unsupervised.kind = {config.rewards.unsupervised.kind} needs the policy of each step."
+        raise UserError(text, "Set another one: --rewards.unsupervised.kind none.")
     world = build_world(config.env, config.rollout, config.sandbox)
     mixer = _reward_mixer(config, world)
     before = preset_parts(saved.rewards.preset, build_world(saved.env, saved.rollout).rewards)
     settings, to_read = config.rewards, files
-    if settings.normalise_by and settings.normalise_over == "run" and files and _is_training_file(files[0]):
+    has_state = settings.constraint.part or (settings.normalise_by and settings.normalise_over == "run")
+    if has_state and files and _is_training_file(files[0]):
         to_read = [file for file in sorted(files[0].parent.glob("step-*.jsonl.gz")) if file <= files[-1]]
     read = {file: list(read_rollouts(file)) for file in to_read}
     tasks = find_tasks(world, {record.group for records in read.values() for record in records})
@@ -185,7 +191,8 @@ def _reward_mixer(config: Config, world: World) -> RewardMixer | None:
         return None
     from ludus.algorithms.algorithm import Need
     from ludus.algorithms.spec.resolve import resolve
-    from ludus.training.collection.reward_mixing import build_reward_mixer, check_reward_settings
+    from ludus.training.collection.rewards.reward_mixing import build_reward_mixer
+    from ludus.training.collection.rewards.reward_plan import check_reward_settings
 
     check_reward_settings(config, world)
     return build_reward_mixer(config, world, resolve(config.algorithm).advantage_spec.has(Need.OPTIONAL_TURN_REWARDS))

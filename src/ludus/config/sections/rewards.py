@@ -6,9 +6,11 @@ from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
-from ludus.config.sections.judges import JudgeConfig
-from ludus.config.sections.process import ProcessConfig
-from ludus.config.sections.reward_models import ModelRefreshConfig
+from ludus.config.sections.parts.judges import JudgeConfig
+from ludus.config.sections.parts.objectives import ConstraintConfig
+from ludus.config.sections.parts.process import ProcessConfig
+from ludus.config.sections.parts.reward_models import ModelRefreshConfig
+from ludus.config.sections.parts.unsupervised import UnsupervisedConfig
 from ludus.config.sections.section import EpochsSection, Section, as_names, check_choice
 
 PROGRESS = "progress"
@@ -62,6 +64,9 @@ class PartConfig(Section):
     """language_consistency: LATIN, CYRILLIC, CJK, ...; if unset, LATIN."""
     tool: str | None = None
     """same_state: the tool (or environment) whose last output is the state; if unset, the answer is the state."""
+    necessity: str | None = None
+    """used_results: a file of `ludus necessity`; the part is multiplied by the tool necessity of the task, at least 0.
+    If unset, or for a task that is not in the file, it is not multiplied."""
 
     options: dict[str, bool | int | float | str] = Field({})
     """The options of a custom part."""
@@ -100,9 +105,10 @@ class RewardsConfig(RewardModelParts):
     """Parts and weights of a published system (`r1`, `composite`: the world's outcome); if unset, the world's."""
     extra: dict[str, PartConfig] = Field({})
     """Additional shaping rewards by name: a built-in one (docs/use/rewards.md), or any name with a `source`."""
-    aggregation: Literal["weighted_sum", "gated", "pareto"] = "weighted_sum"
+    aggregation: Literal["weighted_sum", "gated", "pareto", "gdpo"] = "weighted_sum"
     """`weighted_sum` of all parts. `gated`: parts other than the outcome count only if `gate` is 1. `pareto`: rank in
-    the group by Pareto dominance, without weights."""
+    the group by Pareto dominance, without weights. `gdpo`: the parts are normalized in the group, summed by
+    weight, and normalized over the batch (arXiv:2601.05242)."""
     gate: str = "outcome"
     """gated: the name of a part, or `outcome`."""
     weights: dict[str, float] = Field({})
@@ -132,11 +138,19 @@ class RewardsConfig(RewardModelParts):
     judge: JudgeConfig = JudgeConfig()
     process: ProcessConfig = ProcessConfig()
     """What `turn_verifier_weight` rewards, and subgoals from a process model."""
+    constraint: ConstraintConfig = ConstraintConfig()
+    unsupervised: UnsupervisedConfig = UnsupervisedConfig()
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:
         if self.normalise_over != "run" and self.normalise_by is None:
             raise ValueError("rewards.normalise_over needs rewards.normalise_by, which is unset")
+        if self.aggregation == "gdpo" and self.normalise_by is not None:
+            raise ValueError("rewards.aggregation = gdpo normalizes rewards itself; unset rewards.normalise_by")
+        if self.aggregation in ("pareto", "gdpo") and self.constraint.part is not None:
+            raise ValueError(
+                f"rewards.constraint needs a sum of parts, which rewards.aggregation = {self.aggregation} is not"
+            )
         if self.model is not None and not self.models:
             raise ValueError("rewards.model is an empty list; name at least one reward model, or unset it")
         if self.model_threshold is not None and not self.models:

@@ -80,6 +80,10 @@ class EnvConfig(Section):
     """Before training, run scripted cheats on a few tasks, and refuse to train if one is rewarded."""
     mixture: dict[str, MemberConfig] = Field({})
     """Worlds that the run trains on together, by name, each with its weight and settings."""
+    necessity: str | None = None
+    """A file of `ludus necessity`; training uses only its tasks of at least `min_necessity`. If unset, all tasks."""
+    min_necessity: float = Field(0.0, ge=-1, le=1)
+    """necessity: smallest success with tools minus success without them."""
 
     @model_validator(mode="after")
     def _one_world_or_several(self) -> Self:
@@ -92,6 +96,10 @@ class EnvConfig(Section):
             raise ValueError(f'env.mixture has worlds ({worlds}), but env.name is "{name}": set it to "mixture"')
         if mixture and self.settings:
             raise ValueError("env.settings applies to a single world: in a mixture use env.mixture.NAME.settings")
+        if self.min_necessity and self.necessity is None:
+            raise ValueError("env.min_necessity needs env.necessity, which is unset")
+        if mixture and self.necessity is not None:
+            raise ValueError("env.necessity selects the tasks of a single world, and env.mixture has several")
         if invalid := [one for one in mixture if not _NAME.fullmatch(one)]:
             raise ValueError(f'env.mixture has a world "{invalid[0]}": names may contain only letters, digits, - and _')
         if mixture and not any(one.weight if one.weight_end is None else one.weight_end for one in mixture.values()):
@@ -276,6 +284,8 @@ class RolloutConfig(DialoguesSection):
     guided_tools: bool = False
     """Constrain decoding to valid tool calls. This changes the sampling distribution, and training does not correct for
     it. Needs the `guided` extra and a template with calls in Hermes format."""
+    hide_tools: bool = False
+    """Offer no tools, to measure what the policy solves without them (`ludus necessity`). A call ends the episode."""
     max_turns: int = Field(6, ge=1)
     """Assistant turns per episode."""
     max_tokens_per_turn: int = Field(64, ge=1)

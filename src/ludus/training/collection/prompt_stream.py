@@ -148,7 +148,7 @@ class PromptStream:
 
     def jobs_of(self, number: int, task: Task, members: int | None = None) -> list[RolloutRequest]:
         """Return the rollout requests of a group; `members` overrides its size."""
-        spare = self.spare if members is None else members - self.collector.algorithm.group_size
+        spare = self.spare if members is None else members - self.collector.num_attempts
         return self.collector.requests(self._step(number), task, spare)
 
     def free(self, number: int, groups: Sequence[StreamedGroup]) -> int:

@@ -34,16 +34,27 @@ from ludus.training.collection.filters import (
     record_greso_visits,
     with_role_baselines,
 )
-from ludus.training.collection.judging import GroupJudge
 from ludus.training.collection.opponents import OpponentPool, updated_results
-from ludus.training.collection.reward_mixing import RewardMixer, add_extra_parts
+from ludus.training.collection.rewards.judging import GroupJudge
+from ludus.training.collection.rewards.reward_mixing import RewardMixer, add_extra_parts
+from ludus.training.collection.rewards.unsupervised_rewards import VOTE, split_votes
 from ludus.training.collection.task_notes import TaskNotes
-from ludus.training.credit.advantages import TrainingSample, assign_credit, recompute_samples, with_estimates
+from ludus.training.credit.advantages import (
+    TrainingSample,
+    assign_credit,
+    failed_status,
+    recompute_samples,
+    with_estimates,
+)
 from ludus.training.credit.roles import is_expert
 from ludus.training.run.session import TrainingSession, session_scheduler
 from ludus.types import Task
 
 log = logging.getLogger(__name__)
+_SHORT_BATCH = (
+    "Step %d trains on %d of %d groups: all %d algorithm.max_resample_rounds were used. "
+    "Logged once per run; see groups/zero_variance for every step."
+)
 
 
 class EpisodeReporter(Protocol):
@@ -72,6 +83,18 @@ class CollectorState:
     waiting: tuple[StreamedGroup, ...] = ()
     partial: Mapping[str, float] = field(default_factory=dict)
     curriculum: Mapping[str, float] = field(default_factory=dict)
+
+
+def credit_voted(
+    groups: Sequence[Sequence[Episode]], algorithm: Algorithm, limit: int, first_group: int
+) -> list[TrainingSample]:
+    """Return the samples of the groups. Attempts beyond the group size only vote and have the outcome `dropped`."""
+    split = [split_votes(group, algorithm.group_size) for group in groups]
+    if not any(own for _, own in split):
+        return assign_credit(groups, algorithm, limit, first_group)
+    samples = assign_credit([members for members, _ in split], algorithm, limit, first_group)
+    votes = ((one, number) for number, (_, own) in enumerate(split, start=first_group) for one in own)
+    return samples + [TrainingSample(one, *failed_status(one, VOTE), number) for one, number in votes]
 
 
 @dataclass
@@ -113,7 +136,7 @@ class RolloutCollector:
 
     @property
     def state(self) -> CollectorState:
-        moments = "" if self.reward_mixer is None else self.reward_mixer.moments.to_json()
+        moments = "" if self.reward_mixer is None else self.reward_mixer.state
         waiting, partial = ((), {}) if self.partial is None else (self.partial.waiting(), self.partial.metrics())
         state = self.algorithm_state
         return CollectorState(state, self.skipped, moments, waiting, partial, self.curriculum_metrics)
@@ -169,7 +192,9 @@ class RolloutCollector:
             if num_training_groups(samples) >= num_tasks or (self.partial is not None and self.partial.is_spent):
                 break
         else:
-            self._warn_short_batch(step, num_training_groups(samples), num_tasks)
+            if (num := num_training_groups(samples)) < num_tasks and rounds > 1 and not self._warned_short:
+                self._warned_short = True
+                log.warning(_SHORT_BATCH, *(step, num, num_tasks, rounds - 1))
         if self.opponents is not None:
             results = updated_results(self.algorithm_state.opponents, rolled_out)
             self.algorithm_state = replace(self.algorithm_state, opponents=results)
@@ -196,17 +221,6 @@ class RolloutCollector:
                 self.algorithm_state = replace(self.algorithm_state, untrained_tasks=remaining)
         return chosen
 
-    def _warn_short_batch(self, step: int, num_groups: int, target: int) -> None:
-        """Log once per run that all rounds were used before the batch was full."""
-        rounds = self.algorithm.max_resample_rounds
-        if rounds and num_groups < target and not self._warned_short:
-            self._warned_short = True
-            log.warning(
-                "Step %d trains on %d of %d groups: all %d algorithm.max_resample_rounds were used. "
-                "Logged once per run; see groups/zero_variance for every step.",
-                *(step, num_groups, target, rounds),
-            )
-
     def choose_tasks(self, step: int, order: TaskSequence, wanted: int, taken: set[str]) -> Sequence[Task]:
         seed, state = self.session.config.run.seed, self.algorithm_state
         if self.curriculum is not None:
@@ -230,8 +244,14 @@ class RolloutCollector:
         return [episodes[i : i + self.group_size] for i in range(0, len(episodes), self.group_size)]
 
     @property
+    def num_attempts(self) -> int:
+        """Number of sampled attempts per task, including those that only vote."""
+        votes = 0 if self.reward_mixer is None else self.reward_mixer.settings.unsupervised.votes
+        return max(self.algorithm.group_size, votes)
+
+    @property
     def group_size(self) -> int:
-        return self.algorithm.group_size + (self.algorithm.advantage_spec.has(Need.GREEDY_ROLLOUT))
+        return self.num_attempts + self.algorithm.advantage_spec.has(Need.GREEDY_ROLLOUT)
 
     @property
     def overlong_limit(self) -> int:
@@ -239,7 +259,7 @@ class RolloutCollector:
 
     def requests(self, step: int, task: Task, spare: int = 0) -> list[RolloutRequest]:
         """Return the rollout requests of a group with `spare` extra ones; a greedy one is last."""
-        members = self.algorithm.group_size + spare
+        members = self.num_attempts + spare
         notes = {} if self.notes is None else self.notes.of(task.id)
         keys = [RolloutKey(step, task.id, i) for i in range(self.group_size + spare)]
         limits = {} if self.curriculum is None else self.curriculum.limits(self.algorithm_state.curriculum)
@@ -277,10 +297,10 @@ class RolloutCollector:
                     self.ledger.note_clock_limit(step)
             groups = self.reward_mixer.in_stage(self.algorithm_state.curriculum.stage).combine(step, groups)
         if self.explorer is None:
-            return assign_credit(groups, self.algorithm, self.overlong_limit, first_group)
+            return credit_voted(groups, self.algorithm, self.overlong_limit, first_group)
         exploration, groups = self.explorer.assign_rewards(self.algorithm_state.exploration, groups)
         self.algorithm_state = replace(self.algorithm_state, exploration=exploration)
-        samples = assign_credit(groups, self.algorithm, self.overlong_limit, first_group)
+        samples = credit_voted(groups, self.algorithm, self.overlong_limit, first_group)
         return self.explorer.drop_failures(samples)
 
     async def _add_extra_parts(self, groups: Sequence[Sequence[Episode]]) -> Sequence[Sequence[Episode]]:
@@ -328,10 +348,12 @@ class RolloutCollector:
         return scored
 
     def normalize_batch(self, samples: list[TrainingSample]) -> list[TrainingSample]:
-        """Normalize the rewards over the batch if `rewards.normalise_over` is "batch"."""
-        if self.reward_mixer is None or self.reward_mixer.settings.normalise_over != "batch":
+        """Normalize the rewards over the batch if the settings require it."""
+        if self.reward_mixer is None:
             return samples
         episodes = self.reward_mixer.normalize_batch([sample.episode for sample in samples])
+        if not self.reward_mixer.normalizes_batch:
+            return samples
         updated = [replace(c, episode=one) for c, one in zip(samples, episodes, strict=True)]
         return recompute_samples(updated, self.algorithm, self.overlong_limit)
 

@@ -26,6 +26,7 @@ from ludus.algorithms.kl import FULL_KL_NAMES, KLS
 from ludus.algorithms.losses.covariance import CovarianceMeans, token_covariance
 from ludus.algorithms.objective import Normalizer, Statistics, clip_masks, objective
 from ludus.algorithms.tensors import TokenBatch
+from ludus.algorithms.token_statistics import LOGIT_STATISTICS
 from ludus.diagnostics.alarms import ENTROPY, GAP_BY_PROBABILITY, LOGPROB_GAP
 from ludus.errors import LearnerError
 from ludus.training.batches.chunked_lm_head import DivergenceTarget, Entropy, TokenScores
@@ -140,8 +141,6 @@ OLD_FROM_ENGINE: Final = "policy/old_from_engine"
 
 
 FULL_KL = "full_kl"
-SUM_PI_SQUARED = "sum_pi_squared"
-"""Name under which `score_with` returns the sum of squared probabilities."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -231,7 +230,7 @@ class Learner:
     def score_with(
         self, name: str, rows: Sequence[Row], entropy: Entropy = "none", keep: bool = False
     ) -> list[TokenScores]:
-        """Return the scores `[T]` of each row by the policy ("") or another scorer; `keep` as in `score`."""
+        """Return the scores `[T]` of rows by the policy (""), another scorer, or a statistic; `keep` as in `score`."""
         with self.ranks.call_on_ranks("score", name, rows, entropy, keep):
             scored = self._score_all(rows, self._score_function(name), entropy)[0]
             if keep:
@@ -239,9 +238,9 @@ class Learner:
             return scored
 
     def _score_function(self, name: str) -> ScoreFunction:
-        """Return the scores of a scorer by name. Raises LearnerError without a reference if it is needed."""
-        if name == SUM_PI_SQUARED:
-            return self.scorer.sum_pi_squared
+        """Return the scores of a scorer or of `LOGIT_STATISTICS`. Raises LearnerError without a reference if needed."""
+        if name in LOGIT_STATISTICS:
+            return functools.partial(self.scorer.logit_statistic, name)
         if name in ("reference", FULL_KL) and "reference" not in self.scorers:
             raise LearnerError("The run has no reference model.")
         if name == FULL_KL:

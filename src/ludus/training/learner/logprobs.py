@@ -21,6 +21,7 @@ from torch.utils.checkpoint import checkpoint
 
 from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.kl import FULL_KL_NAMES
+from ludus.algorithms.token_statistics import LOGIT_STATISTICS
 from ludus.engines.base import DEFAULT
 from ludus.engines.embedded.model_runner import OneDnnLinear, agreement, use_onednn
 from ludus.engines.models.lora import adapters_in_use, is_peft, role_adapters, use_adapter
@@ -239,16 +240,17 @@ class LogprobScorer:
         return HiddenStates(self.states(tokens, (rows, columns)), head)
 
     @torch.no_grad()
-    def sum_pi_squared(self, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> TokenScores:
-        """Return the sum of squared probabilities at each scored token, instead of log-probabilities."""
-        return self._sum_over_policies(scored, lambda own: (self._sum_squared(tokens, own), {}))[0]
+    def logit_statistic(self, name: str, tokens: Tensor, scored: Tensor, entropy: Entropy = "none") -> TokenScores:
+        """Return a statistic of `LOGIT_STATISTICS` at each scored token, instead of log-probabilities."""
+        statistic = LOGIT_STATISTICS[name]
+        return self._sum_over_policies(scored, lambda own: (self._statistic(statistic, tokens, own), {}))[0]
 
-    def _sum_squared(self, tokens: Tensor, scored: Tensor) -> TokenScores:
+    def _statistic(self, statistic: Callable[[Tensor], Tensor], tokens: Tensor, scored: Tensor) -> TokenScores:
         states = self.distributions(tokens, scored)
         rows, columns = torch.nonzero(scored[:, 1:], as_tuple=True)
         parts = torch.split(states.hidden, max(1, CHUNK_LOGITS // states.head.weight.shape[0]))
-        sums = [torch.softmax(states.head.logits(part), -1).square().sum(-1) for part in parts]
-        return TokenScores(_scatter(torch.cat(sums), (rows, columns + 1), tokens), None)
+        values = [statistic(states.head.logits(part)) for part in parts]
+        return TokenScores(_scatter(torch.cat(values), (rows, columns + 1), tokens), None)
 
     def _whole_head(self) -> LmHead:
         """Return the output layer. Raises LearnerError if full distributions are unavailable."""

@@ -74,7 +74,7 @@ class AsyncTrainer:
             source=source,
             run_request=source.run_one,
             in_flight=staleness.max_concurrent_rollouts or limit.limit,
-            needed=collector.algorithm.group_size,
+            needed=collector.num_attempts,
             next_number=before.next_number,
             restored=before.groups,
             on_done=trainer.reporter.episode,

@@ -33,10 +33,10 @@ from ludus.training.batches.chunked_lm_head import Entropy, HiddenStates, TokenS
 from ludus.training.collection.demonstrations import given_dialogues, make_demonstrations, task_dialogues
 from ludus.training.collection.exploration import Explorer
 from ludus.training.collection.filters import AlgorithmState
-from ludus.training.collection.judging import make_judge
 from ludus.training.collection.opponents import OpponentPool
 from ludus.training.collection.prompt_stream import STREAM_FILE, WAITING_FILE, PromptStream, StreamState
-from ludus.training.collection.reward_mixing import RewardMixer, make_reward_mixer
+from ludus.training.collection.rewards.judging import make_judge
+from ludus.training.collection.rewards.reward_mixing import RewardMixer, make_reward_mixer
 from ludus.training.collection.rollout_collector import RemoteSampler, RolloutCollector
 from ludus.training.collection.task_categories import PERPLEXITY_FILE, make_curriculum, perplexities
 from ludus.training.collection.task_notes import NOTES_FILE, TaskNotes

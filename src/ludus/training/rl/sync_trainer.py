@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -23,7 +24,7 @@ from ludus.diagnostics.metrics import configured_metrics, plugin_metrics, rollou
 from ludus.diagnostics.timings import HINTS, StepTimings, append_json, write_episode_times
 from ludus.diagnostics.trackers import Tracker
 from ludus.engines.base import Engine, Sleepable, drain_stats
-from ludus.envs.base import TaskSequence, World
+from ludus.envs.base import TaskOrder, TaskSequence, World
 from ludus.envs.registry import closing
 from ludus.errors import ConfigError, LearnerError
 from ludus.evaluation.evaluate import (
@@ -36,6 +37,7 @@ from ludus.evaluation.evaluate import (
     plans_before,
     save_evaluation,
 )
+from ludus.rewards.tool_results import read_necessity
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.reward_executor import scoring_concurrency
 from ludus.rollouts.rollout_files import rollouts_path, times_path, write_rollouts
@@ -399,12 +401,18 @@ class SyncTrainer(EvaluatedTrainer):
 
 
 def task_order(config: Config, world: World) -> TaskSequence:
-    """Return the task order. Raises ConfigError if one step needs more tasks than the split has."""
-    tasks = world.tasks("train")
+    """Return the task order. Raises ConfigError if one step needs more tasks than there are."""
+    tasks, path = world.tasks("train"), config.env.necessity
+    if path is not None:
+        scores = read_necessity(path)
+        tasks = [task for task in tasks if scores.get(task.id, -math.inf) >= config.env.min_necessity]
     chunk = config.training.prompts_per_step * (resolve(config.algorithm).max_resample_rounds + 1)
     if len(tasks) < chunk:
         hint = "Lower training.prompts_per_step or algorithm.max_resample_rounds."
-        raise ConfigError(f"One step may need {chunk} tasks, but the train split has {len(tasks)}.", hint)
+        chosen = "" if path is None else f" of at least env.min_necessity = {config.env.min_necessity:g} in {path}"
+        raise ConfigError(f"One step may need {chunk} tasks, but the train split has {len(tasks)}{chosen}.", hint)
+    if path is not None:
+        return TaskOrder(tasks, config.run.seed, chunk)
     return world.order(config.run.seed, chunk, config.training.steps)
 
 

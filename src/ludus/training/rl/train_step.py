@@ -25,6 +25,7 @@ from ludus.algorithms.corrections import MismatchByLength, mismatch, mismatch_by
 from ludus.algorithms.filters import entropy_bound
 from ludus.algorithms.kl import FULL_KL_NAMES, KLController
 from ludus.algorithms.spec.resolve import algorithm_of
+from ludus.algorithms.token_statistics import SUM_PI_SQUARED
 from ludus.errors import SyncError
 from ludus.rollouts.dialogues.exploring import is_off_policy
 from ludus.rollouts.ledger import Ledger, RolloutOutcome
@@ -33,7 +34,8 @@ from ludus.training.collection.exploration import entropy_schedule, temperature_
 from ludus.training.collection.filters import age_metrics, mask_over_age
 from ludus.training.collection.rollout_collector import overlong_limit
 from ludus.training.credit.advantages import Estimates, TrainingSample, record_outcomes, training_rows, with_estimates
-from ludus.training.learner.learner import SUM_PI_SQUARED, Learner, set_temperature
+from ludus.training.learner.learner import Learner, set_temperature
+from ludus.training.rl.learner_rewards import with_learner_rewards
 from ludus.training.rl.sample_metrics import CollapseScoring
 from ludus.training.run.checkpoint import Adjustments
 from ludus.training.run.session import TrainingSession
@@ -165,13 +167,15 @@ class TrainStep:
         if self.kl_control.is_active:
             self.learner.algorithm = replace(self.learner.algorithm, kl_coef=self.kl_coef(step))
         self._set_schedules(step, samples)
+        config = self.session.config
+        limit = overlong_limit(config, self.learner.algorithm)
+        samples = with_learner_rewards(samples, self.learner, config.rewards.unsupervised, limit)
         if self.learner.algorithm.loss_spec.has(Need.CONFLICT_WEIGHTS):
             self._set_entropy_filter(samples)
         if self.max_token_age is not None:
             samples = mask_over_age(samples, step, self.max_token_age)
         if not self._checked:
             self._checked = check_samples(samples, self.learner, step - 1) is not None
-        limit = overlong_limit(self.session.config, self.learner.algorithm)
         return filter_and_estimate(samples, self.learner, limit, self.value_model)
 
     def _set_schedules(self, step: int, samples: Sequence[TrainingSample]) -> None:

@@ -29,7 +29,7 @@ from ludus.rollouts.scheduler import sampling_params
 from ludus.tools.notes import Notes, notes_tools
 from ludus.training.collection.exploration import check_exploration
 from ludus.training.collection.replay_buffer import check_sources
-from ludus.training.collection.reward_mixing import check_reward_settings, reward_warnings
+from ludus.training.collection.rewards.reward_plan import check_reward_settings, reward_warnings
 from ludus.training.collection.rollout_collector import max_waits_of
 from ludus.training.collection.task_categories import check_curriculum
 from ludus.training.credit.roles import ROLE, is_proposer

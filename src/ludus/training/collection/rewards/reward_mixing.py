@@ -6,50 +6,45 @@ Default settings need no mixer. Evaluations are not affected.
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from ludus.algorithms.advantages import advantages_that_need
 from ludus.algorithms.advantages.running_baselines import DomainMoments, domain_normalised
 from ludus.algorithms.algorithm import Algorithm, Need
-from ludus.algorithms.kl import Schedule
-from ludus.algorithms.shaping import ShapingRange, check_shaping, dominance_violations, gated, pareto, weighted_sum
-from ludus.algorithms.spec.resolve import check_binary_rewards, resolve
+from ludus.algorithms.shaping import (
+    LagrangeMultiplier,
+    dominance_violations,
+    gated,
+    gdpo,
+    gdpo_batch,
+    pareto,
+    weighted_sum,
+)
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.envs.base import World
-from ludus.errors import ConfigError, LearnerError, WorldError
-from ludus.rewards.base import Reward
-from ludus.rewards.registry import (
-    JUDGE_PART,
-    MODEL_PART,
-    PUBLISHED,
-    check_names,
-    check_task_fits,
-    has_extra_rewards,
-    training_parts,
-)
+from ludus.errors import LearnerError, WorldError
+from ludus.rewards.registry import MODEL_PART, has_extra_rewards, training_parts
 from ludus.rollouts.reward_executor import ProcessRewardExecutor, add_seconds
-from ludus.rollouts.reward_process import turn_scorer
 from ludus.rollouts.scheduler import Episode
 from ludus.rollouts.trees import map_paths, merge_paths
-from ludus.training.collection.judging import check_judge
-from ludus.training.credit.turn_rewards import LENGTH_PART, shaping_ranges, with_length, with_turn_rewards
+from ludus.training.collection.rewards.objectives import CostConstraint
+from ludus.training.collection.rewards.reward_plan import RANKED, RewardPart, has_stage_weights, plan_parts, plan_stages
+from ludus.training.collection.rewards.unsupervised_rewards import majority_metrics, with_unsupervised_part
+from ludus.training.credit.turn_rewards import with_length, with_turn_rewards
 from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.reward_model import (
     RewardEnsemble,
     RewardPrediction,
-    check_ensemble,
     check_reward_vocabulary,
-    find_reward_model,
     load_ensemble,
 )
-from ludus.types import WORLD_TAG, Failure, Group, StopReason, Task, Trajectory
+from ludus.types import Failure, Group, StopReason, Trajectory
 
 COMBINED_PART = "combined"
 """Reward part: the combined reward before normalization."""
@@ -59,144 +54,11 @@ FULL = 1 - 1e-9
 """Values above this open a gate."""
 
 
-@dataclass(frozen=True, slots=True)
-class RewardPart:
-    """One reward part with its weight schedule and value range; `world`: the name of its world in a mixture."""
-
-    name: str
-    outcome: bool
-    weight: Schedule
-    low: float
-    high: float
-    world: str = ""
-
-
-def plan_parts(config: Config, rewards: Sequence[Reward]) -> tuple[RewardPart, ...]:
-    """Return the parts of the world and of the reward model. Raises ConfigError if shaping could outweigh outcomes."""
-    settings = config.rewards
-    names = [part.name for part in rewards]
-    has_model = settings.model is not None
-    if has_model and MODEL_PART in names:
-        raise ConfigError(f"The world already has a reward called {MODEL_PART}.", "Give it another name.")
-    check_names(settings, rewards)
-    _check_caps(settings)
-    _check_terms(settings, names)
-    planned = [_plan_part(config, part) for part in rewards]
-    if settings.judge.is_on and settings.judge.rule is None:
-        high = min(1.0, settings.caps.get(JUDGE_PART, 1.0))
-        planned.append(RewardPart(JUDGE_PART, False, _schedule(config, JUDGE_PART, settings.judge.weight), 0.0, high))
-    if has_model:
-        high = min(1.0, settings.caps.get(MODEL_PART, 1.0))
-        planned.append(RewardPart(MODEL_PART, False, _schedule(config, MODEL_PART, settings.model_weight), 0.0, high))
-    parts = tuple(planned)
-    if any(part.name in settings.caps for part in parts if part.outcome):
-        raise ConfigError("rewards.caps must not cap an outcome.", "Cap the other parts.")
-    if any(0 in (p.weight.start, p.weight.end) for p in parts if p.outcome and p.weight.kind != "constant"):
-        raise ConfigError("The weight of an outcome starts or ends at 0.", "Keep it above 0 throughout.")
-    for step in (0, settings.schedule_steps or config.training.steps):
-        outcomes = [part.weight.at(step) for part in parts if part.outcome]
-        if min(outcomes) < 0 or max(outcomes) == 0:
-            raise ConfigError("No outcome has a weight above 0.", "See rewards.weights and weights_end.")
-        if settings.aggregation != "pareto" and not settings.allow_outweigh:
-            for world in {part.world for part in parts}:
-                _check_outweigh([p for p in parts if p.world in ("", world)], config, step)
-    return parts
-
-
-def _has_stage_weights(config: Config) -> bool:
-    return any(stage.weights for stage in config.training.curriculum.stages.values())
-
-
-def plan_stages(config: Config, rewards: Sequence[Reward]) -> tuple[tuple[RewardPart, ...], ...]:
-    """Return the parts of each configured stage of the curriculum, with its weights. Raises as `plan_parts`."""
-    planned = []
-    for stage in config.training.curriculum.stages.values():
-        own = config.rewards.model_copy(update={"weights": config.rewards.weights | stage.weights})
-        planned.append(plan_parts(config.model_copy(update={"rewards": own}), rewards))
-    return tuple(planned)
-
-
-def check_reward_settings(config: Config, world: World) -> None:
-    """Validate the reward settings before anything is written. Raises UserError."""
-    settings, algorithm = config.rewards, resolve(config.algorithm)
-    parts = training_parts(settings, world.rewards)
-    check_binary_rewards(algorithm, settings, parts)
-    if settings.is_default and not _has_stage_weights(config):
-        return
-    plan_parts(config, parts)
-    plan_stages(config, parts)
-    check_judge(config, world, parts)
-    if settings.rewards_turns and not algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS):
-        name = "turns" if settings.turns else "turn_verifier_weight"
-        raise ConfigError(
-            f"rewards.{name} would have no effect: the advantage {algorithm.advantage} uses no turn rewards.",
-            f"Use one of {', '.join(advantages_that_need(Need.OPTIONAL_TURN_REWARDS))}.",
-        )
-    if settings.verifies_turns:
-        turn_scorer(settings, world)
-    check_ensemble(settings.models)
-    if settings.model_refresh.every and config.training.learner.shard:
-        text = "rewards.model_refresh trains in one process, and training.learner.shard shards the checkpoints."
-        raise ConfigError(text, "Unset one of them.")
-    if settings.process.thresholds:
-        _check_thresholds(settings, algorithm)
-    by_world = {task.tags.get(WORLD_TAG): task for task in reversed(world.tasks("train"))}
-    for task in by_world.values():
-        _check_task(settings, task)
-        if settings.extra:
-            check_task_fits(settings.extra, task, len(world.environment(task).tools))
-
-
-def _check_thresholds(settings: RewardsConfig, algorithm: Algorithm) -> None:
-    if not algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS) or settings.aggregation == "pareto":
-        why = f"the advantage {algorithm.advantage}, or rewards.aggregation pareto, uses no turn rewards"
-        hint = f"Use one of {', '.join(advantages_that_need(Need.OPTIONAL_TURN_REWARDS))}."
-        raise ConfigError(f"rewards.process.thresholds would have no effect: {why}.", hint)
-    if find_reward_model(Path(settings.models[0]))[1] != "process":
-        text = f"rewards.process.thresholds needs a process model, and {settings.models[0]} scores whole attempts."
-        raise ConfigError(text, "Train one with reward_model.kind = process.")
-
-
-def _check_task(settings: RewardsConfig, task: Task) -> None:
-    if settings.preset is not None and not isinstance(task.truth, PUBLISHED[settings.preset].truth):
-        wanted, actual = PUBLISHED[settings.preset].truth.__name__, type(task.truth).__name__
-        raise ConfigError(
-            f"rewards.preset = {settings.preset} needs tasks whose truth is {wanted}; here it is {actual}.",
-            "Use another preset, or a world with such tasks (docs/use/rewards.md).",
-        )
-    if settings.normalise_by is not None and settings.normalise_by not in task.tags:
-        tags = ", ".join(sorted(task.tags)) or "none"
-        raise ConfigError(
-            f"The tasks have no tag {settings.normalise_by!r} (rewards.normalise_by).", f"They have: {tags}."
-        )
-
-
-def reward_warnings(config: Config) -> list[str]:
-    """Return warnings for reward settings that are valid but probably unintended."""
-    settings, warnings = config.rewards, []
-    if settings.aggregation == "pareto":
-        warnings.append(
-            "rewards.aggregation = pareto ignores weights: a failure that is best in another part "
-            "can earn as much as a success."
-        )
-    if settings.allow_outweigh:
-        warnings.append("rewards.allow_outweigh is on: a failure can earn more than a success.")
-    if (
-        settings.normalise_by is not None
-        and "std_over" in (algorithm := resolve(config.algorithm)).advantage_spec.options
-    ):
-        warnings.append(
-            f"rewards.normalise_by has little effect with the advantage {algorithm.advantage}, which "
-            "divides by the standard deviation of each group."
-        )
-    return warnings
-
-
 def make_reward_mixer(session: TrainingSession, algorithm: Algorithm) -> RewardMixer | None:
     """Build the reward mixer, None for default settings. Raises UserError for a reward model of another vocabulary."""
     config = session.config
     settings = config.rewards
-    if settings.is_default and not _has_stage_weights(config):
+    if settings.is_default and not has_stage_weights(config):
         return None
     check_reward_vocabulary(settings.models, session.tokenizer)
     return build_reward_mixer(config, session.world, algorithm.advantage_spec.has(Need.OPTIONAL_TURN_REWARDS))
@@ -227,6 +89,7 @@ def build_reward_mixer(config: Config, world: World, takes_turns: bool) -> Rewar
         settings=settings,
         parts=plan_parts(config, parts),
         stage_parts=plan_stages(config, parts),
+        success=world.rewards[0].name,
         adds=has_extra_rewards(settings),
         microbatch_tokens=config.training.microbatch_tokens,
         takes_turns=takes_turns,
@@ -236,10 +99,11 @@ def build_reward_mixer(config: Config, world: World, takes_turns: bool) -> Rewar
 
 @dataclass
 class RewardMixer:
-    """Combine the reward parts of a step's episodes. `moments`, per domain, are its only state.
+    """Combine the reward parts of a step's episodes. Its state are `moments`, per domain, and `constraint`.
 
     `adds`: the settings have extra parts, which episodes must already have. `takes_turns`: the algorithm
-    uses turn rewards, so a process model's values become turn rewards instead of entering the sum.
+    uses turn rewards, so a process model's values become turn rewards instead of entering the sum. `success` names the
+    part of the verifier, for metrics.
     """
 
     settings: RewardsConfig
@@ -250,17 +114,32 @@ class RewardMixer:
     adds: bool = False
     stage_parts: Sequence[tuple[RewardPart, ...]] = ()
     """The parts in each stage of the curriculum; empty without stages."""
+    success: str = ""
     moments: DomainMoments = field(default_factory=DomainMoments)
+    constraint: CostConstraint | None = field(init=False)
 
     def in_stage(self, stage: int) -> RewardMixer:
         """Return this mixer with the weights of a stage of the curriculum."""
         self.parts = self.stage_parts[: stage + 1][-1] if self.stage_parts else self.parts
         return self
 
-    def restore(self, moments: str) -> None:
-        """Restore `moments.to_json()`; does nothing for an empty text."""
-        if moments:
-            self.moments = DomainMoments.from_json(moments)
+    def __post_init__(self) -> None:
+        self.constraint = CostConstraint.of(self.settings.constraint)
+
+    @property
+    def state(self) -> str:
+        """The state as JSON text."""
+        if self.constraint is None:
+            return self.moments.to_json()
+        return json.dumps({"moments": self.moments.to_json(), "log_lambda": self.constraint.multiplier.log_value})
+
+    def restore(self, state: str) -> None:
+        """Restore `state`; does nothing for an empty text."""
+        saved = json.loads(state) if state else []
+        if isinstance(saved, dict) and self.constraint is not None:
+            self.constraint.multiplier = LagrangeMultiplier(saved["log_lambda"])
+        if saved:
+            self.moments = DomainMoments.from_json(saved["moments"] if isinstance(saved, dict) else state)
 
     def combine(self, step: int, groups: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
         """Return the episodes of `step` (from 1) with combined rewards; failed ones are unchanged.
@@ -274,6 +153,7 @@ class RewardMixer:
             for group, members in zip(groups, split, strict=True)
         ]
         merged = []
+        by_path = with_unsupervised_part(by_path, self.settings.unsupervised)
         for group, members, combined in zip(groups, split, self._combine(step, by_path), strict=True):
             episodes = iter(combined)
             per_member = [[next(episodes).trajectory for _ in own] for own in members]
@@ -298,12 +178,14 @@ class RewardMixer:
         trajectories, rewards = with_length(trajectories, rewards, self.settings.length)
         if self.settings.rewards_turns:
             trajectories = [self._add_turn_rewards(trajectory) for trajectory in trajectories]
-        if self.settings.normalise_by is not None:
+        if self.normalizes_batch or self.settings.normalise_by is not None or self.constraint is not None:
             trajectories = [
                 replace(t, rewards={**t.rewards, COMBINED_PART: reward})
                 for t, reward in zip(trajectories, rewards.tolist(), strict=True)
             ]
-            if self.settings.normalise_over == "run":
+            if self.constraint is not None:
+                rewards = self.constraint.penalise(step, rewards, trajectories)
+            if self.settings.normalise_by is not None and self.settings.normalise_over == "run":
                 domains = [episode.task.tags.get(self.settings.normalise_by, "") for episode in episodes]
                 self.moments = self.moments.updated(domains, rewards)
                 rewards = domain_normalised(rewards=rewards, domains=domains, moments=self.moments)
@@ -311,17 +193,30 @@ class RewardMixer:
             combined[g][i] = replace(groups[g][i], trajectory=replace(trajectory, reward=reward))
         return combined
 
+    @property
+    def normalizes_batch(self) -> bool:
+        """Whether rewards are normalized over the batch."""
+        return self.settings.normalise_over == "batch" or self.settings.aggregation == "gdpo"
+
     def normalize_batch(self, episodes: Sequence[Episode]) -> list[Episode]:
-        """Normalize combined rewards over the batch if `normalise_over` is "batch"; failed ones are unchanged."""
-        tag = self.settings.normalise_by
-        if tag is None or self.settings.normalise_over != "batch":
-            return list(episodes)
+        """Normalize combined rewards over the batch if `normalizes_batch`; failed ones are unchanged.
+
+        Ends a step: the multiplier of `constraint` is updated with the mean cost.
+        """
         scored = [episode for episode in episodes if episode.trajectory.failure is None]
-        domains = [episode.task.tags.get(tag, "") for episode in scored]
+        if self.constraint is not None:
+            self.constraint.update([path for episode in scored for path in episode.trajectory.attempts()])
+        if not self.normalizes_batch:
+            return list(episodes)
         combined = [episode.trajectory.rewards[COMBINED_PART] for episode in scored]
         rewards = torch.tensor(combined, dtype=torch.float64)
-        moments = DomainMoments().updated(domains, rewards)
-        normalized = iter(domain_normalised(rewards=rewards, domains=domains, moments=moments).tolist())
+        if self.settings.aggregation == "gdpo":
+            rewards = gdpo_batch(rewards)
+        else:
+            domains = [episode.task.tags.get(self.settings.normalise_by or "", "") for episode in scored]
+            moments = DomainMoments().updated(domains, rewards)
+            rewards = domain_normalised(rewards=rewards, domains=domains, moments=moments)
+        normalized = iter(rewards.tolist())
         return [
             replace(one, trajectory=replace(one.trajectory, reward=next(normalized)))
             if one.trajectory.failure is None
@@ -362,6 +257,9 @@ class RewardMixer:
         }
         if not rows:
             return weights
+        weights |= majority_metrics(groups, self.success)
+        if self.constraint is not None:
+            weights |= self.constraint.metrics(step, trajectories)
         earned = [t.rewards.get(COMBINED_PART, t.reward) for t in trajectories]
         inverted = dominance_violations(
             parts=self._signed_parts(trajectories, step),
@@ -401,7 +299,7 @@ class RewardMixer:
     @property
     def _sets_turn_rewards(self) -> bool:
         is_process = self.model is not None and self.model.kind == "process"
-        return is_process and self.takes_turns and self.settings.aggregation != "pareto"
+        return is_process and self.takes_turns and self.settings.aggregation not in RANKED
 
     def _gate_values(self, trajectories: Sequence[Trajectory]) -> Tensor:
         gate = self.settings.gate
@@ -435,6 +333,8 @@ class RewardMixer:
         if self.settings.aggregation == "pareto":
             return pareto(parts=self._signed_parts(trajectories, step), group=group)
         values, weights = self._part_values(trajectories), self._weights(step)
+        if self.settings.aggregation == "gdpo":
+            return gdpo(parts=values, weights=weights, group=group)
         if self.settings.aggregation == "weighted_sum":
             return weighted_sum(parts=values, weights=weights)
         pairs = list(zip(self.parts, weights, strict=True))
@@ -459,61 +359,3 @@ def _check_leaves(episodes: Sequence[Episode]) -> None:
                 f"{one.name[0].upper()}{one.name[1:]} has leaf_rewards, which have no parts to combine.",
                 "Keep the section rewards at its defaults, or do not set leaf_rewards.",
             )
-
-
-def _check_caps(settings: RewardsConfig) -> None:
-    for name, setting in ((MODEL_PART, "rewards.model_weight"), (JUDGE_PART, "rewards.judge.weight")):
-        if name in settings.weights:
-            raise ConfigError(f"rewards.weights names {name!r}.", f"Its weight is {setting}.")
-    if invalid := [name for name, cap in settings.caps.items() if not 0 <= cap <= 1]:
-        message = f"rewards.caps.{invalid[0]} is {settings.caps[invalid[0]]:g}."
-        raise ConfigError(message, "Use a number from 0 to 1; no part exceeds 1.")
-
-
-def _check_terms(settings: RewardsConfig, names: Sequence[str]) -> None:
-    shapes_length = settings.length.kind != "none"
-    if shapes_length and LENGTH_PART in names:
-        raise ConfigError(f"The world already has a reward called {LENGTH_PART}.", "Give it another name.")
-    if settings.aggregation == "pareto" and (shapes_length or settings.rewards_turns):
-        raise ConfigError(
-            "rewards.aggregation = pareto ranks parts; length and turn rewards cannot be added to ranks.",
-            "Unset rewards.length, rewards.turns and rewards.turn_verifier_weight.",
-        )
-
-
-def _plan_part(config: Config, part: Reward) -> RewardPart:
-    weight = config.rewards.weights.get(part.name, part.weight)
-    schedule = _schedule(config, part.name, weight)
-    if part.outcome:
-        return RewardPart(part.name, True, schedule, -torch.inf, torch.inf)
-    cap = config.rewards.caps.get(part.name, 1.0)
-    return RewardPart(part.name, False, schedule, -cap, cap, part.world)
-
-
-def _schedule(config: Config, name: str, weight: float) -> Schedule:
-    settings = config.rewards
-    if name not in settings.weights_end:
-        return Schedule("constant", weight)
-    steps = settings.schedule_steps or config.training.steps
-    return Schedule(settings.schedule, weight, settings.weights_end[name], steps)
-
-
-def _check_outweigh(parts: Sequence[RewardPart], config: Config, step: int) -> None:
-    """Raise ConfigError if shaping could outweigh the outcome at `step`.
-
-    All weights follow one curve, so a condition that holds at both ends holds in between. Behind a gate
-    opened by the outcome, shaping only affects successes, so only its penalty counts.
-    """
-    settings = config.rewards
-    outcomes = [part.weight.at(step) for part in parts if part.outcome]
-    behind_gate = settings.aggregation == "gated" and settings.gate == "outcome"
-    terms = []
-    for part in parts:
-        weight = part.weight.at(step)
-        if not part.outcome and weight != 0:
-            ends = sorted((weight * part.low, weight * part.high))
-            terms.append(ShapingRange(part.name, min(ends[0], 0.0), 0.0 if behind_gate else max(ends[1], 0.0)))
-    gap = min(weight for weight in outcomes if weight > 0)
-    terms += shaping_ranges(settings, config.rollout.max_turns, sum(outcomes))
-    if terms:
-        check_shaping(outcome_gap=gap, terms=terms)

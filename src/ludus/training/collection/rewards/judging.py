@@ -14,7 +14,7 @@ from pathlib import Path
 
 from ludus.chat.render import Renderer, TemplateRenderer
 from ludus.config.schema import Config
-from ludus.config.sections.judges import POLICY_JUDGE, JudgeConfig
+from ludus.config.sections.parts.judges import POLICY_JUDGE, JudgeConfig
 from ludus.engines.base import Engine, seed_for
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
 from ludus.engines.embedded.kv_cache import PAGE

@@ -1,0 +1,1 @@
+"""Settings of parts of the section `rewards`."""

@@ -1,0 +1,1 @@
+"""Combination of reward parts: mixing, judges, several objectives, rewards without labels."""
