@@ -88,6 +88,7 @@ def passes(algorithm: Algorithm) -> str:
         "critic": spec.has(Need.CRITIC) or spec.has(Need.OUTCOME_CRITIC),
         "process reward model": spec.has(Need.PROCESS_REWARD_MODEL),
         "teacher": loss.has(Need.TEACHER),
+        "self-teacher": loss.has(Need.SELF_TEACHER),
         "a greedy episode per task": spec.has(Need.GREEDY_ROLLOUT),
     }
     return " + ".join([str(1 + sum(extra)), *(name for name, takes_part in models.items() if takes_part)])

@@ -108,6 +108,7 @@ def test_table_lists_rollout_policy_and_passes_per_step():
         "search_r1": "2 + reference + critic",
         "remax": "1 + a greedy episode per task",
         "distill": "1 + teacher",
+        "sdpo": "1 + self-teacher",
     }
     assert {name: found[name][1] for name in costs} == costs
 
@@ -157,6 +158,7 @@ FORMULAS = {
     "pass_at_k": "1 - C(G_neg, k)/C(G, k)",
     "best_of_group": "max - second max",
     "remax": "r_i - r(greedy)",
+    "sdpo": "(1 - weight) ppo_clip + weight min(ratio, ratio_cap) JSD",
     "rae": "b = decay b + (1 - decay) r",
 }
 
@@ -179,6 +181,8 @@ MORE = {
     "gtpo": {"weights": torch.ones(N, L)},
     "clip_cov": {"chosen": torch.zeros(N, L, dtype=torch.bool)},
     "kl_cov": {"chosen": torch.zeros(N, L, dtype=torch.bool)},
+    "sdpo": {"teacher_kl": torch.rand(N, L), "weight": 0.5},
+    "sdft": {"teacher_kl": torch.rand(N, L)},
     "mixed_policy": {"expert": torch.zeros(N, dtype=torch.bool)},
 }
 

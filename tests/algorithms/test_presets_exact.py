@@ -58,14 +58,14 @@ IN_GRADIENT = (
 UNREAD = {
     "clip_high": {
         *("rloo", "remax", "reinforce", "opo", "maxrl", "rae", "coderl", "gpg"),
-        *("sapo", "dppo", "gtpo", "kl_cov", "distill", "rloo_ppo"),
+        *("sapo", "dppo", "gtpo", "kl_cov", "distill", "rloo_ppo", "sdpo", "sdft"),
     },
     "aggregation": {"gspo"},
-    "advantage": {"distill"},
+    "advantage": {"distill", "sdft"},
 }
 """Fields that differ from `grpo` where the loss does not read them: losses without a clip, the one term a
-trajectory of GSPO, distillation without a reward; and a product of ratios, none of which lies between 1.2 and
-1.28 here."""
+trajectory of GSPO, distillation without a reward (the policy gradient of SDPO has the weight 0); and a product of
+ratios, none of which lies between 1.2 and 1.28 here."""
 
 
 @dataclass(frozen=True)
@@ -255,6 +255,7 @@ def real_gradient(case: Case, algorithm: Algorithm) -> Tensor:
         entropy=-(leaf.exp() * leaf + other.exp() * other),
         chosen=real_choice(case, algorithm, advantages),
         teacher_logprobs=case.teacher,
+        teacher_kl=two_word_divergence(leaf, case.teacher.nan_to_num(nan=-1.0)),
         observed=case.observed,
         positive=torch.tensor(case.positive),
         expert=torch.tensor(case.expert),
@@ -267,6 +268,12 @@ def real_gradient(case: Case, algorithm: Algorithm) -> Tensor:
     loss, _ = objective(batch, algorithm, normaliser)
     (gradient,) = torch.autograd.grad(loss, leaf)
     return gradient
+
+
+def two_word_divergence(logprobs: Tensor, teacher: Tensor) -> Tensor:
+    """The Jensen-Shannon divergence of two distributions over two words, by the log-probability of one."""
+    p, q = torch.stack([logprobs.exp(), -logprobs.expm1()]), torch.stack([teacher.exp(), -teacher.expm1()])
+    return ((p * torch.log(2 * p / (p + q)) + q * torch.log(2 * q / (p + q))) / 2).sum(0)
 
 
 # What the papers say. A slope is the derivative of a token's loss by its log-probability, a share what that
@@ -428,6 +435,17 @@ def kl_cov(case: Case, advantages: Tensor) -> Slope:
 
 def distill(case: Case, advantages: Tensor) -> Slope:
     return lambda i, t: case.ratio(i, t) * float(case.logprobs[i, t] - case.teacher[i, t])
+
+
+def self_distillation(case: Case, advantages: Tensor) -> Slope:
+    """The slope of the divergence over two words, times the ratio up to 2."""
+
+    def slope(i: int, t: int) -> float:
+        p, q = math.exp(float(case.logprobs[i, t])), math.exp(float(case.teacher[i, t]))
+        same, other = math.log(2 * p / (p + q)), math.log(2 * (1 - p) / (2 - p - q))
+        return min(case.ratio(i, t), 2.0) * p * (same - other) / 2
+
+    return slope
 
 
 def mixed_policy(case: Case, advantages: Tensor) -> Slope:
@@ -618,6 +636,8 @@ PAPERS = {
     ),
     "echo": Paper(adds=(likelihood(0.05, observed_tokens),)),
     "distill": Paper(slope=distill),
+    "sdpo": Paper(slope=self_distillation),
+    "sdft": Paper(slope=self_distillation),
     "mixed_policy": Paper(groups("dr_grpo"), mixed_policy, constant, (entropy_bonus(0.01),)),
     "retool": Paper(gae(1.0), CLIP),
 }

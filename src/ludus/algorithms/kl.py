@@ -65,6 +65,32 @@ def full_forward(*, logits: Tensor, ref_logits: Tensor, temperature: float = 1.0
     return _divergence(_log_softmax(ref_logits, temperature), _log_softmax(logits, temperature))
 
 
+def jensen_shannon(*, logits: Tensor, ref_logits: Tensor, top_k: int = 0, temperature: float = 1.0) -> Tensor:
+    """Return `(KL(p || m) + KL(q || m)) / 2` with `m = (p + q) / 2`, at most log 2, [...]; all else as `full_reverse`.
+
+    With `top_k` above 0 only the policy's `top_k` most likely tokens are told apart: all others are one event, in both
+    distributions (SDPO, arXiv:2601.20802, 100 tokens).
+    """
+    own, theirs, _ = likely_tokens(_log_softmax(logits, temperature), _log_softmax(ref_logits, temperature), top_k)
+    middle = torch.logaddexp(own, theirs) - math.log(2)
+    return (_divergence(own, middle) + _divergence(theirs, middle)) / 2
+
+
+def likely_tokens(own: Tensor, theirs: Tensor, top_k: int) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Return the log-probabilities [..., top_k + 1] of the most likely tokens of `own` and of all others, and the ids.
+
+    `own` and `theirs` are log-probabilities [..., V]. Unchanged, without ids, if `top_k` is 0 or at least V - 1.
+    """
+    if not 0 < top_k < own.shape[-1] - 1:
+        return own, theirs, None
+    index = own.topk(top_k, -1).indices
+    first, second = (
+        torch.cat([table.gather(-1, index), table.scatter(-1, index, -torch.inf).logsumexp(-1, keepdim=True)], -1)
+        for table in (own, theirs)
+    )
+    return first, second, index
+
+
 def penalised_rewards(*, rewards: Tensor, kl: Tensor, mask: Tensor, coef: float) -> Tensor:
     """Return `r_i - coef sum_t m kl`, [N]: placement `reward` for advantages of whole trajectories, as in verl.
 

@@ -179,7 +179,7 @@ def objective(batch: TokenBatch, algorithm: Algorithm, normaliser: Normalizer) -
         ),
         mismatch=_mismatch(batch, weights, algorithm),
         by_length=mismatch_by_length(
-            old_logprobs=batch.old_logprobs, behavior_logprobs=batch.behavior_logprobs, mask=batch.mask
+            old_logprobs=batch.old_logprobs, behavior_logprobs=batch.behavior_logprobs, mask=batch.own
         ),
         token_statistics=token_statistics(batch, weights, normaliser.tokens),
         kl_sum=read.get("kl"),
@@ -258,7 +258,7 @@ def _mismatch(batch: TokenBatch, weights: Tensor, algorithm: Algorithm) -> Misma
     return mismatch(
         old_logprobs=batch.old_logprobs,
         behavior_logprobs=batch.behavior_logprobs,
-        mask=batch.mask,
+        mask=batch.own,
         ratios=before,
         weights=after,
     )

@@ -268,7 +268,7 @@ class TokenBatch:
     - `mask`: the action tokens used for training.
     - `entropy` in nats, `full_kl` to the reference and `teacher_kl`: over the full vocabulary, with gradient.
     - `chosen` bool: the tokens selected by a covariance loss; `observed` bool: observation tokens.
-    - `positive` [N] bool: successful trajectories; `expert` [N] bool: demonstrations.
+    - `positive` [N] bool: successful trajectories; `expert` [N] bool: demonstrations, and attempts sampled with a hint.
     """
 
     logprobs: Tensor
@@ -290,6 +290,11 @@ class TokenBatch:
         named = ("logprobs", "old_logprobs", "behavior_logprobs", "advantages", "ref_logprobs", "entropy")
         given = zip(named, attrgetter(*named)(self), strict=True)
         check_shapes(self.mask, **{name: one for name, one in given if one is not None})
+
+    @property
+    def own(self) -> Tensor:
+        """`mask` without the tokens of `expert` rows, whose sampling distribution was not the policy's, [N, L]."""
+        return self.mask if self.expert is None else self.mask.bool() & ~self.expert.bool()[:, None]
 
 
 @dataclass(frozen=True, slots=True)

@@ -84,13 +84,12 @@ def token_statistics(batch: TokenBatch, weights: Tensor, num_tokens: int) -> Tok
     """
     mask, logprobs = batch.mask, (batch.logprobs, batch.old_logprobs, batch.behavior_logprobs)
     check_shapes(mask, weights=weights)
-    actions = mask.bool()
     new, old, behavior = (select(one, mask).detach().double() for one in logprobs)
     token_weights = select((batch.advantages * weights).detach().double() * clamped_ratio(new - old), mask).abs()
     num_top = max(1, math.ceil(TOP_SHARE * num_tokens))
     largest = token_weights.flatten().topk(min(num_top, token_weights.numel())).values
     edges = [-math.inf, *map(math.log, PROBABILITY_BOUNDS), math.inf]
-    bins = [actions & (behavior > low) & (behavior <= high) for low, high in pairwise(edges)]
+    bins = [batch.own.bool() & (behavior > low) & (behavior <= high) for low, high in pairwise(edges)]
     gap = (old - behavior).abs()
     sums = [token_weights.sum(), *(one.sum() for one in bins), *(select(gap, one).sum() for one in bins)]
     read = torch.cat([torch.stack([one.double() for one in sums]), largest]).tolist()

@@ -11,6 +11,7 @@ from importlib.resources import files
 from itertools import islice
 from typing import TYPE_CHECKING, ClassVar, Protocol, Self
 
+from ludus.chat.hints import continuation, describe_failure, describe_start, with_text
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
@@ -161,6 +162,18 @@ class WrappedEnvironment(Environment):
         return await self.inner.grade_again()
 
 
+class HintedEnv(WrappedEnvironment):
+    """An environment whose first messages end with a hint (`World.hint`)."""
+
+    def __init__(self, inner: Environment, hint: str) -> None:
+        super().__init__(inner)
+        self.hint = hint
+
+    async def start(self, task: Task) -> list[Message]:
+        """Return the first messages, with the hint."""
+        return with_text(await self.inner.start(task), self.hint)
+
+
 class World(ABC):
     """A source of tasks and environments. Equal settings yield equal tasks in equal order.
 
@@ -218,6 +231,17 @@ class World(ABC):
         It must not equal a task of another split.
         """
         return None
+
+    def hint(self, task: Task, attempt: Trajectory, num_actions: int) -> str | None:
+        """Return advice for another attempt at the task after a failed one, or None.
+
+        By default the error of the attempt, and the first `num_actions` actions of the expert without its answer. With
+        0 actions the advice is feedback on the attempt alone.
+        """
+        shown = self.expert(task) if num_actions else None
+        start = "" if shown is None else describe_start(continuation(shown.messages, task.prompt), num_actions)
+        texts = {"An earlier attempt failed.": describe_failure(attempt), "A solution begins with:": start}
+        return "\n".join(f"{title}\n{text}" for title, text in texts.items() if text) or None
 
     def paraphrases(self, task: Task) -> Sequence[str]:
         """Return texts that are as correct as the expert's answer, to audit the verifier."""

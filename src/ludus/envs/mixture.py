@@ -362,6 +362,10 @@ class MixedWorld(World):
         member = self.member_of(task)
         return member.world.rubric_checks(member.own(task), _own_view(member, task, trajectory))
 
+    def hint(self, task: Task, attempt: Trajectory, num_actions: int) -> str | None:
+        member = self.member_of(task)
+        return member.world.hint(member.own(task), attempt, num_actions)
+
     def paraphrases(self, task: Task) -> Sequence[str]:
         member = self.member_of(task)
         return member.world.paraphrases(member.own(task))

@@ -17,7 +17,7 @@ from functools import partial
 from ludus.chat.render import Renderer
 from ludus.config.sections.rollout import BranchConfig, NotesConfig, RolloutConfig
 from ludus.engines.base import ContinuesActions, Engine, HasRoleAdapters, Request, seed_for
-from ludus.envs.base import Environment, World
+from ludus.envs.base import Environment, HintedEnv, World
 from ludus.envs.tool_env import ExtraToolsEnv, ToolLimits
 from ludus.errors import ConfigError, EngineError, WorldError
 from ludus.rewards.base import check_scored_elsewhere
@@ -125,7 +125,7 @@ class RolloutRequest:
     """Request for one episode; a greedy one has temperature 0. `notes` are those of earlier episodes of its task.
 
     `limits` are smaller values of `max_turns` and `max_seq_len` than those of the run, `sampling` is how the episode
-    explores.
+    explores. A `hint` is added to the first messages.
     """
 
     key: RolloutKey
@@ -134,6 +134,7 @@ class RolloutRequest:
     notes: Mapping[str, str] = field(default_factory=dict, compare=False)
     limits: Mapping[str, int] = field(default_factory=dict, compare=False)
     sampling: MemberSampling = field(default=MemberSampling(), compare=False)
+    hint: str = ""
 
 
 @dataclass(frozen=True)
@@ -337,10 +338,10 @@ class Scheduler:
             if number:
                 assert isinstance(session, EngineChatSession)
                 session = replace(session, recorded=recorded, seed=seed_for(session.seed, "branch", number))
-            played = ExtraToolsEnv(environment, shared, ToolLimits.of(limits)) if shared else environment
+            played = HintedEnv(environment, request.hint) if request.hint else environment
+            played = ExtraToolsEnv(played, shared, ToolLimits.of(limits)) if shared else played
             trajectory = await run_unscored(*one, played, session, limits, len(sampling.prefix))
-        if sampling.tags:
-            trajectory = replace(trajectory, tags={**trajectory.tags, **sampling.tags})
+        trajectory = replace(trajectory, tags={**trajectory.tags, **sampling.tags})
         if notes is not None:
             trajectory = replace(trajectory, notes=notes.written)
         if self.scores:

@@ -16,7 +16,7 @@ from ludus.training.run.run_dir import Kind, RunFolder, check_manifest, kind_of,
 
 _FIXED: tuple[str, ...] = ("model.", "env.", "run.seed", "run.dir")
 _FIXED_BY_KIND: Mapping[Kind, str] = {
-    "preference": "loss run pairs threshold data min_reward_gap tasks samples",
+    "preference": "loss forks run pairs threshold data min_reward_gap tasks samples",
     "reward-model": "kind run data min_reward_gap discount rollouts held_out",
 }
 """Settings of a section on which artifacts of the run depend: pairs, reference log-probabilities, examples."""

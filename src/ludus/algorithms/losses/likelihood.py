@@ -51,6 +51,29 @@ def echo(*, logprobs: Tensor, observations: Tensor, coef: float, num_tokens: int
     return coef * _mean_nll(logprobs, observations, num_tokens)
 
 
+def forks(
+    *,
+    logprobs: Tensor,
+    advantages: Tensor,
+    decisions: Tensor,
+    base_kl: Tensor,
+    mask: Tensor,
+    kl_coef: float = 0.2,
+    counts: tuple[int, int] | None = None,
+) -> Tensor:
+    """Return `mean -A logprobs` over decision tokens plus `kl_coef mean KL(base || policy)` over all others, [].
+
+    ReasonMaxxer (arXiv:2605.06241). `decisions` [N, L] bool: tokens at which the base model's entropy is high;
+    `base_kl` [N, L] is over the full vocabulary. `counts` are the decision tokens and the others of the whole batch, so
+    that microbatches add up; None: those of the arguments. A mean over no tokens is 0.
+    """
+    check_shapes(mask, logprobs=logprobs, advantages=advantages, decisions=decisions, base_kl=base_kl)
+    chosen, others = mask.bool() & decisions.bool(), mask.bool() & ~decisions.bool()
+    num_chosen, num_others = counts or (int(chosen.sum()), int(others.sum()))
+    policy = -(select(advantages, chosen).detach() * select(logprobs, chosen)).sum() / max(num_chosen, 1)
+    return policy + kl_coef * select(base_kl, others).sum() / max(num_others, 1)
+
+
 def value_loss(*, values: Tensor, old_values: Tensor, returns: Tensor, mask: Tensor, eps: float | None = 0.2) -> Tensor:
     """Return `0.5 max((V - R)^2, (clip(V, V_old - eps, V_old + eps) - R)^2)`, [N, L].
 

@@ -80,9 +80,10 @@ def algorithm_of(config: Config) -> Algorithm:
     """Return the algorithm of a run; off policy, the default correction is truncated importance sampling.
 
     Samples of an external server without `rollout.reproducible` count as off policy, since its log-probabilities
-    differ from those of the learner; so do partial rollouts, with tokens of several policy versions. A configured
-    correction is unchanged, and a loss or an advantage with the behaviour ratio is not corrected again. If the loss has
-    one term per trajectory, the correction has one weight per trajectory.
+    differ from those of the learner; so do partial rollouts, with tokens of several policy versions, and guided
+    attempts, sampled with another prompt. A configured correction is unchanged, and a loss or an advantage with the
+    behaviour ratio is not corrected again. If the loss has one term per trajectory, the correction has one weight per
+    trajectory.
     """
     algorithm = resolve(config.algorithm)
     if algorithm.kl_coef == 0 and config.kl_control.kind != "constant":
@@ -91,6 +92,7 @@ def algorithm_of(config: Config) -> Algorithm:
     given = config.algorithm.correction is not None
     exact = not config.engine.is_external or config.rollout.reproducible
     on_policy = (exact or config.training.learner.old_logprobs == "engine") and not config.rollout.partial.is_set
+    on_policy = on_policy and not config.training.guidance.samples
     if (
         (not config.training.off_policy and on_policy)
         or given
@@ -228,7 +230,19 @@ def _unread_parts(config: AlgorithmConfig, algorithm: Algorithm) -> Iterator[Idl
         "top_variance_fraction": algorithm.top_variance_fraction if algorithm.filters_groups else None,
         "kl_placement": placement if penalised and placement != "loss" else None,
     }
-    yield loss.has(Need.TEACHER), of_rewards, f"the loss {algorithm.loss} reads a teacher and no reward"
+    no_reward = loss.has(Need.TEACHER) or loss.has(Need.SHOWN_DEMONSTRATION)
+    yield no_reward, of_rewards, f"the loss {algorithm.loss} reads a teacher and no reward"
+    distilled = "weight" in loss.options and loss.has(Need.SELF_TEACHER) and algorithm.number("loss", "weight") == 1
+    of_policy = {
+        "clip_low": config.clip_low,
+        "clip_high": config.clip_high,
+        "dual_clip": config.dual_clip,
+        "advantage": config.advantage,
+        "options.advantage": config.options.advantage or None,
+        "std_ddof": config.std_ddof,
+        "kl_placement": placement if penalised and placement != "loss" else None,
+    }
+    yield distilled, of_policy, f"algorithm.options.loss.weight of {algorithm.loss} is 1, without a policy gradient"
     one_sided = algorithm.advantage_spec.has(Need.NON_NEGATIVE) and algorithm.loss != "cispo"
     clips = {"clip_low": config.clip_low, "dual_clip": config.dual_clip}
     one_sided = one_sided and not (penalised and placement == "advantage")

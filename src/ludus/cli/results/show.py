@@ -72,6 +72,7 @@ def _method_and_steps(rows: Sequence[MetricsRow], config: Config) -> str:
     """Describe the training method and how many steps are done, by the names of the metrics."""
     methods = {
         "rft/kept": "rejection sampling",
+        "forks/decisions": "preferences, loss forks",
         "preference/margin": f"preferences, loss {config.preference.loss}",
         "batch/scores": f"reward model, {config.reward_model.kind}",
         "reward/mean": f"algorithm {config.algorithm.preset}",

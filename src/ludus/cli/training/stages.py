@@ -278,7 +278,9 @@ class PreferenceStage(TrainingStage):
                 gathered = gather_pairs(session, EpisodeBar(progress))
 
         def numbers(metrics: Mapping[str, float]) -> str:
-            return f"loss {metrics['loss/total']:.3f}  accuracy {metrics['preference/accuracy']:.0%}"
+            name = "decisions" if "forks/decisions" in metrics else "accuracy"
+            share = metrics["forks/decisions" if name == "decisions" else "preference/accuracy"]
+            return f"loss {metrics['loss/total']:.3f}  {name} {share:.0%}"
 
         def train(folder: RunFolder) -> None:
             training = PreferenceTraining(session, folder, gathered)

@@ -6,6 +6,7 @@ from typing import Literal
 
 from pydantic import Field
 
+from ludus.config.sections.guidance import SelfTeacherConfig
 from ludus.config.sections.section import Section
 
 
@@ -126,8 +127,8 @@ class KLControlConfig(Section):
     """Steps before a tracked expected KL can pause the run; if unset, 20."""
 
 
-class TeacherConfig(Section):
-    """The teacher of on-policy distillation (preset distill)."""
+class TeacherConfig(SelfTeacherConfig):
+    """The teacher of on-policy distillation (preset distill), and the self-teacher of sdpo and sdft."""
 
     path: str | None = None
     """A model folder or name with the policy's tokenizer; if unset, no teacher is used."""

@@ -6,6 +6,7 @@ from typing import Annotated, Literal, Self, get_args
 
 from pydantic import Field, model_validator
 
+from ludus.config.sections.forks import ForksConfig
 from ludus.config.sections.section import (
     EpochsSection,
     OptimizerSection,
@@ -102,8 +103,9 @@ SMOOTHED: tuple[PreferenceLoss, ...] = ("dpo", "robust", "simpo", "exo")
 class PreferenceConfig(EpochsSection):
     """Training on pairs of a better and a worse trajectory."""
 
-    loss: PreferenceLoss = "dpo"
-    """Loss of a pair; `simpo` needs no reference model."""
+    loss: PreferenceLoss | Literal["forks"] = "dpo"
+    """Loss of a pair; `simpo` needs no reference model. `forks` trains on single rollouts, by their advantage."""
+    forks: ForksConfig = ForksConfig()
     beta: float | None = Field(None, gt=0)
     """Strength of regularisation to the reference; for simpo the scale of the margin. If unset, 0.1, for simpo 2."""
     gamma: float | None = Field(None, ge=0)
@@ -151,6 +153,21 @@ class PreferenceConfig(EpochsSection):
     def models(self) -> tuple[str, ...]:
         """The reward models that rank actions; empty if there are none."""
         return as_names(self.model)
+
+    @property
+    def weighs_rollouts(self) -> bool:
+        """Whether the loss is of single rollouts, weighted by their advantages."""
+        return self.loss == "forks"
+
+    @model_validator(mode="after")
+    def _fits_forks(self) -> Self:
+        if self.loss == "forks" and (self.data or self.pairs or self.threshold or self.beta) is not None:
+            raise ValueError(
+                "preference.loss forks has groups of rollouts: unset preference.data, pairs, threshold and beta"
+            )
+        if self.loss != "forks" and (of_forks := changed(self.forks)):
+            raise ValueError(f"preference.forks.{next(iter(of_forks))} is for the loss forks, not for {self.loss}")
+        return self
 
     @model_validator(mode="after")
     def _is_consistent(self) -> Self:

@@ -7,6 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from ludus.config.sections.curriculum import CurriculumConfig
+from ludus.config.sections.guidance import GuidanceConfig
 from ludus.config.sections.section import OptimizerSection, Section
 
 
@@ -41,6 +42,7 @@ class LearnerConfig(Section):
 class TrainingConfig(OptimizerSection):
     """The training loop."""
 
+    guidance: GuidanceConfig = GuidanceConfig()
     mode: Literal["sync", "one_step", "async"] = "sync"
     """`sync`: sample, then train, reproducible bit for bit. `one_step`: sample the next batch while training on this
     one. `async`: episodes stream, and the learner trains whenever a batch is ready."""

@@ -7,6 +7,7 @@ of the batch. A small table is stored as a whole, which is faster.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from ludus.algorithms.kl import full_forward, full_reverse
+from ludus.algorithms.kl import full_forward, full_reverse, jensen_shannon, likely_tokens
 from ludus.engines.embedded.model_runner import apply, linear, outer_sum, product
 
 MAX_UNCHUNKED_LOGITS = 16_777_216
@@ -228,7 +229,7 @@ def _logits_slope(logits: Tensor, targets: Tensor, of_logprob: Tensor, of_entrop
     return slope.scatter_add_(1, targets[:, None], of_logprob[:, None].to(slope.dtype))
 
 
-Divergence = Literal["full_reverse", "full_forward"]
+Divergence = Literal["full_reverse", "full_forward", "jensen_shannon"]
 
 
 class HiddenStates(NamedTuple):
@@ -239,10 +240,14 @@ class HiddenStates(NamedTuple):
 
 
 class DivergenceTarget(NamedTuple):
-    """Another model's states at the scored positions, and the divergence to compute."""
+    """Another model's states at the scored positions, and the divergence to compute.
+
+    `top_k` as in `jensen_shannon`; the other divergences ignore it.
+    """
 
     states: HiddenStates
     which: Divergence
+    top_k: int = 0
 
     def of(self, own: Tensor, scored: Tensor) -> DivergenceTarget:
         """Return the target at the positions `own` among those `scored`, `[B, L]` each."""
@@ -263,9 +268,8 @@ class _Divergence(torch.autograd.Function):
     def forward(ctx: _HeadContext, hidden: Tensor, weight: Tensor, bias: Tensor | None, how: _HeadArgs) -> Tensor:
         assert how.against is not None
         head, other = LmHead(weight, bias, how.temperature), how.against.states
-        function = full_reverse if how.against.which == "full_reverse" else full_forward
         parts = [
-            function(logits=head.logits(own), ref_logits=other.head.logits(theirs))
+            _chunk_divergence(how.against, head.logits(own), other.head.logits(theirs))
             for own, theirs in zip(torch.split(hidden, how.rows), torch.split(other.hidden, how.rows), strict=True)
         ]
         found = torch.cat(parts)
@@ -277,19 +281,39 @@ class _Divergence(torch.autograd.Function):
     def backward(ctx: _HeadContext, *grads: Tensor) -> tuple[Tensor | None, ...]:
         found, how = ctx.saved_tensors[2], ctx.how
         assert how.against is not None
-        other, which = how.against
+        against, other = how.against, how.against.states
 
         def slope(logits: Tensor, at: slice) -> Tensor:
             tables = (logits, other.head.logits(other.hidden[at]))
-            return _divergence_slope(which, tables, found[at]).mul_((grads[0][at] / how.temperature)[:, None])
+            return _divergence_slope(against, tables, found[at]).mul_((grads[0][at] / how.temperature)[:, None])
 
         return *_chunked_gradients(ctx, slope), None
 
 
-def _divergence_slope(which: Divergence, tables: tuple[Tensor, Tensor], found: Tensor) -> Tensor:
+def _chunk_divergence(against: DivergenceTarget, logits: Tensor, ref_logits: Tensor) -> Tensor:
+    if against.which == "jensen_shannon":
+        return jensen_shannon(logits=logits, ref_logits=ref_logits, top_k=against.top_k)
+    function = full_reverse if against.which == "full_reverse" else full_forward
+    return function(logits=logits, ref_logits=ref_logits)
+
+
+def _divergence_slope(against: DivergenceTarget, tables: tuple[Tensor, Tensor], found: Tensor) -> Tensor:
     """Return the gradient of the first tempered logits `[A, V]`; 0 for tokens that the policy masks."""
     own, theirs = (torch.log_softmax(table, -1) for table in tables)
-    if which == "full_forward":
+    if against.which == "full_forward":
         return own.exp() - theirs.exp()
+    if against.which == "jensen_shannon":
+        return _jensen_shannon_slope(own, theirs, against.top_k)
     gap = torch.where(own == -torch.inf, 0.0, own - theirs)
     return own.exp() * (gap - found[:, None])
+
+
+def _jensen_shannon_slope(own: Tensor, theirs: Tensor, top_k: int) -> Tensor:
+    """Return `p (g - sum_b p_b g_b)` with `g = log(p_b / m_b) / 2` of a token's event `b`, `[A, V]`."""
+    first, second, index = likely_tokens(own, theirs, top_k)
+    middle = torch.logaddexp(first, second) - math.log(2)
+    gap = torch.where(first == -torch.inf, 0.0, first - middle) / 2
+    centred = gap - (first.exp() * gap).sum(-1, keepdim=True)
+    if index is None:
+        return own.exp() * centred
+    return own.exp() * centred[:, -1:].expand(own.shape).scatter(-1, index, centred[:, :-1])

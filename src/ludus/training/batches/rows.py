@@ -13,7 +13,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import accumulate, pairwise
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 from torch import Tensor
@@ -135,7 +135,8 @@ class Row:
     `trains` marks tokens in the loss, `behavior` holds the engine's log-probabilities (0 if absent, with
     `sampled` False), `advantages` one value per token. `observed` marks environment tokens (empty: none),
     `policies` holds `Segment.policy` (empty: "" for all), `positive` a successful trajectory, `expert` an expert's.
-    `name` is used in messages, `data_class` is the category of a demonstration.
+    `name` is used in messages, `data_class` is the category of a demonstration. `teacher_tokens` is the row with
+    another prompt, for a self-teacher (empty: none).
     """
 
     tokens: tuple[int, ...]
@@ -149,6 +150,26 @@ class Row:
     expert: bool = False
     name: str = ""
     data_class: str = ""
+    teacher_tokens: tuple[int, ...] = ()
+
+
+class TeacherView(NamedTuple):
+    """The rows of a microbatch as the self-teacher sees them.
+
+    `tokens` `[B, L']`; `shift` `[B]`: column `t` of the microbatch is column `t + shift` here; `taught` `[B]` bool: the
+    prompt differs.
+    """
+
+    tokens: Tensor
+    shift: Tensor
+    taught: Tensor
+
+    def scored(self, scored: Tensor) -> Tensor:
+        """Return the mask `[B, L']` of the tokens that are marked in `scored` `[B, L]`, in the same order."""
+        rows, columns = torch.nonzero(scored_mask(scored), as_tuple=True)
+        marked = torch.zeros_like(self.tokens, dtype=torch.bool)
+        marked[rows, columns + self.shift[rows]] = True
+        return marked
 
 
 @dataclass(frozen=True, slots=True)
@@ -157,7 +178,7 @@ class Microbatch:
 
     `tokens` int64; `trains`, `sampled`, `observed` bool; `behavior`, `advantages` float32 or float64;
     `positive`, `expert` `[B]` bool; `policies` bool by adapter, empty if no row has policies. With right padding, a
-    causal mask hides padding from real tokens.
+    causal mask hides padding from real tokens. `teacher` is None if no row has `teacher_tokens`.
     """
 
     index: tuple[int, ...]
@@ -171,6 +192,7 @@ class Microbatch:
     expert: Tensor
     names: tuple[str, ...]
     policies: Mapping[str, Tensor]
+    teacher: TeacherView | None
 
 
 def row_of_segments(segments: Sequence[Segment]) -> Row:
@@ -204,6 +226,13 @@ def row_of_trajectory(
     policies = tuple(s.policy for s, _ in segments for _ in s.tokens)
     row = Row(tokens, trains, sampled, behavior, advantages, observed, name=trajectory.name)
     return replace(row, policies=policies) if any(policies) else row
+
+
+def with_teacher_prompt(row: Row, trajectory: Trajectory, prompt: tuple[int, ...]) -> Row:
+    """Return the row of a trajectory of one path, with another prompt for the self-teacher (empty: unchanged)."""
+    if not prompt:
+        return row
+    return replace(row, teacher_tokens=(*prompt, *row.tokens[len(trajectory.segments[0].tokens) :]))
 
 
 def apply_mask(row: Row, trains: Sequence[bool] | None) -> Row:
@@ -370,7 +399,15 @@ def _pad(rows: Sequence[Row], index: tuple[int, ...], device: torch.device, dtyp
         expert=torch.tensor([row.expert for row in rows], device=device),
         names=tuple(row.name for row in rows),
         policies={a: padded([[name == a for name in names] for names in of_tokens], torch.bool) for a in adapters},
+        teacher=_teacher_view(rows, device) if any(row.teacher_tokens for row in rows) else None,
     )
+
+
+def _teacher_view(rows: Sequence[Row], device: torch.device) -> TeacherView:
+    seen = [row.teacher_tokens or row.tokens for row in rows]
+    shift = [len(tokens) - len(row.tokens) for tokens, row in zip(seen, rows, strict=True)]
+    taught = torch.tensor([bool(row.teacher_tokens) for row in rows], device=device)
+    return TeacherView(pad_table(seen, torch.int64).to(device), torch.tensor(shift, device=device), taught)
 
 
 HINT = "Nothing was trained on it. Look for extreme rewards or weights."

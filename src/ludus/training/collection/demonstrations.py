@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from ludus.algorithms.algorithm import Algorithm, Need
+from ludus.chat.hints import continuation
 from ludus.chat.render import Renderer
 from ludus.engines.models.loading import num_positions
 from ludus.envs.base import World
@@ -148,7 +149,7 @@ class Demonstrations:
         dialogues = {
             RolloutKey(0, task.id, i): (task, messages)
             for task in tasks
-            for i, messages in enumerate(self._task_dialogues(task)[: self.session.config.experts.per_group])
+            for i, messages in enumerate(self.dialogues(task)[: self.session.config.experts.per_group])
         }
         episodes = await replay_actions(self.session, dialogues)
         refused = {episode.key: reason for episode in episodes if (reason := self._rejection_reason(episode))}
@@ -177,13 +178,19 @@ class Demonstrations:
             return f"{ended}."
         return f"{ended}; the call of {errors[0].tool!r} failed ({errors[0].status}): {errors[0].output[:200]}"
 
-    def _task_dialogues(self, task: Task) -> Sequence[Sequence[Message]]:
+    def dialogues(self, task: Task) -> Sequence[Sequence[Message]]:
+        """Return the expert's messages at a task, one sequence per demonstration."""
         return task_dialogues(self.session.world, self.given, task)
+
+
+def uses_demonstrations(algorithm: Algorithm) -> bool:
+    """Return whether the loss needs the expert: in the groups, or in the prompt of the self-teacher."""
+    return algorithm.loss_spec.has(Need.DEMONSTRATIONS) or algorithm.loss_spec.has(Need.SHOWN_DEMONSTRATION)
 
 
 def make_demonstrations(session: TrainingSession, algorithm: Algorithm) -> Demonstrations | None:
     """Build the demonstrations, if used. Raises UserError if a file has no training task."""
-    return Demonstrations(session, given_dialogues(session)) if algorithm.loss_spec.has(Need.DEMONSTRATIONS) else None
+    return Demonstrations(session, given_dialogues(session)) if uses_demonstrations(algorithm) else None
 
 
 def task_dialogues(
@@ -215,6 +222,4 @@ def given_dialogues(session: TrainingSession) -> dict[str, list[Sequence[Message
 
 
 def _assistant_messages(messages: Sequence[Message], prompt: Sequence[Message]) -> Sequence[Message]:
-    """Return the assistant messages after the task's prompt; all of them if the prompt differs."""
-    continuation = messages[len(prompt) :] if tuple(messages[: len(prompt)]) == tuple(prompt) else messages
-    return [message for message in continuation if message["role"] == "assistant"]
+    return [message for message in continuation(messages, prompt) if message["role"] == "assistant"]

@@ -34,11 +34,13 @@ from ludus.training.collection.filters import (
     record_greso_visits,
     with_role_baselines,
 )
+from ludus.training.collection.guidance import Guidance
 from ludus.training.collection.opponents import OpponentPool, updated_results
 from ludus.training.collection.rewards.judging import GroupJudge
 from ludus.training.collection.rewards.reward_mixing import RewardMixer, add_extra_parts
 from ludus.training.collection.rewards.unsupervised_rewards import VOTE, split_votes
 from ludus.training.collection.task_notes import TaskNotes
+from ludus.training.collection.teacher_prompts import TeacherPrompts
 from ludus.training.credit.advantages import (
     TrainingSample,
     assign_credit,
@@ -115,6 +117,8 @@ class RolloutCollector:
     curriculum: Curriculum | None = None
     explorer: Explorer | None = None
     judge: GroupJudge | None = None
+    guidance: Guidance | None = None
+    teacher_prompts: TeacherPrompts | None = None
     partial: PartialRollouts | None = field(default=None, init=False)
     """Unfinished episodes, if a step has a budget."""
     skipped: int = field(default=0, init=False)
@@ -267,27 +271,28 @@ class RolloutCollector:
         if self.explorer is not None:
             exploration, plan = self.explorer.plan(self.algorithm_state.exploration, step, task)
             self.algorithm_state = replace(self.algorithm_state, exploration=exploration)
-        ordinary = MemberSampling()
         return [
             RolloutRequest(
                 *(key, task, key.sample >= members, notes, limits),
-                ordinary if plan is None or key.sample >= members else plan.member(key.sample),
+                MemberSampling() if plan is None or key.sample >= members else plan.member(key.sample),
             )
             for key in keys
         ]
 
     def _make_scheduler(self, rollout: RolloutConfig, plan: SamplingPlan, ledger: Ledger) -> Scheduler:
         """Return a scheduler in this process or on remote workers, which do not run in lockstep."""
-        in_process = session_scheduler(self.session, self.engine, plan, ledger, rollout)
-        if self.remote is None:
-            return in_process
-        return replace(in_process, lockstep=None, remote=self.remote.attempts(plan))
+        local = session_scheduler(self.session, self.engine, plan, ledger, rollout)
+        return local if self.remote is None else replace(local, lockstep=None, remote=self.remote.attempts(plan))
 
     async def make_samples(
         self, step: int, groups: Sequence[Sequence[Episode]], first_group: int = 0
     ) -> list[TrainingSample]:
         """Return the training samples of the groups, experts included, numbered from `first_group`."""
-        if self.demonstrations is not None:
+        if self.guidance is not None:
+            requests = self.guidance.requests(step, groups)
+            self.reporter.phase(f"step {step}: attempts with hints", len(requests), self.engine)
+            groups = self.guidance.join(step, groups, await self.guidance.run(requests, self.scheduler))
+        if self.demonstrations is not None and self.algorithm.loss_spec.has(Need.DEMONSTRATIONS):
             groups = await self.demonstrations.join(step, groups)
         if self.reward_mixer is not None:
             groups = await self._add_extra_parts(groups)
@@ -296,12 +301,12 @@ class RolloutCollector:
                 if self.judge.was_slow(step):
                     self.ledger.note_clock_limit(step)
             groups = self.reward_mixer.in_stage(self.algorithm_state.curriculum.stage).combine(step, groups)
-        if self.explorer is None:
-            return credit_voted(groups, self.algorithm, self.overlong_limit, first_group)
-        exploration, groups = self.explorer.assign_rewards(self.algorithm_state.exploration, groups)
-        self.algorithm_state = replace(self.algorithm_state, exploration=exploration)
+        if self.explorer is not None:
+            exploration, groups = self.explorer.assign_rewards(self.algorithm_state.exploration, groups)
+            self.algorithm_state = replace(self.algorithm_state, exploration=exploration)
         samples = credit_voted(groups, self.algorithm, self.overlong_limit, first_group)
-        return self.explorer.drop_failures(samples)
+        samples = samples if self.explorer is None else self.explorer.drop_failures(samples)
+        return samples if self.teacher_prompts is None else self.teacher_prompts.add(samples)
 
     async def _add_extra_parts(self, groups: Sequence[Sequence[Episode]]) -> Sequence[Sequence[Episode]]:
         """Add the missing extra reward parts. Raises WorldError above `rollout.max_failure_rate`."""

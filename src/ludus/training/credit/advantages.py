@@ -40,6 +40,7 @@ from ludus.training.batches.rows import (
     row_of_trajectory,
     transitions_of,
     turn_nodes,
+    with_teacher_prompt,
 )
 from ludus.training.credit.roles import PROPOSAL, ROLE, alone, is_expert, role_tables, with_agent_rewards
 from ludus.types import Path, StopReason, Trajectory
@@ -112,7 +113,7 @@ class TrainingSample:
     masks action tokens (None: all train). `values` and `targets` are the critic's, per action token;
     `reference` holds reference log-probabilities for a process reward model. `group` numbers the groups of a
     step. `baselines` replace the group as the baseline of the reward: one, or one per agent. `replayed`: already
-    trained in an earlier step.
+    trained in an earlier step. `teacher_prompt` replaces the prompt for a self-teacher (empty: none).
     """
 
     episode: Episode
@@ -126,10 +127,11 @@ class TrainingSample:
     reference: tuple[float, ...] | None = None
     baselines: tuple[float, ...] = ()
     replayed: bool = False
+    teacher_prompt: tuple[int, ...] = ()
 
     @property
     def expert(self) -> bool:
-        """Whether this is an expert's episode, excluded from ledger and episode metrics."""
+        """Whether this is an expert's or a guided episode, excluded from ledger and episode metrics."""
         return is_expert(self.episode)
 
     def masked(self, keep: Sequence[bool]) -> TrainingSample:
@@ -511,7 +513,7 @@ def _behavior(samples: Sequence[TrainingSample], old: Sequence[Tensor] | None, w
         return None
     actions = [new_actions(sample.episode.trajectory) for sample in samples]
     recorded = [torch.tensor([lp for seg in row for lp in seg.logprobs], dtype=torch.float64) for row in actions]
-    rows = [row if sample.expert else engine for sample, row, engine in zip(samples, old, recorded, strict=True)]
+    rows = [engine if len(engine) else own for own, engine in zip(old, recorded, strict=True)]
     return _table(rows, width)
 
 
@@ -589,9 +591,9 @@ def training_rows(
         if sample.outcome is RolloutOutcome.TRAINED:
             trajectory = sample.episode.trajectory
             row = row_of_trajectory(trajectory, sample.advantages or (), mask_observations=mask_observations)
-            row = apply_mask(row, sample.trains)
+            row = apply_mask(with_teacher_prompt(row, trajectory, sample.teacher_prompt), sample.trains)
             parts = [trajectory.rewards.get(reward.name, 0.0) for reward in rewards if reward.outcome]
-            sampled = (False,) * len(row.tokens) if sample.expert else row.sampled
+            sampled = (False,) * len(row.tokens) if sample.expert and not any(row.behavior) else row.sampled
             positive = max(parts, default=trajectory.reward) > 0
             row = replace(row, sampled=sampled, positive=positive, expert=sample.expert)
             rows += transitions_of(row, trajectory) if transitions else [row]

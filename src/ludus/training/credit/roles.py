@@ -39,8 +39,17 @@ EXPERT = "expert"
 """Agent name of segments not sampled by the policy."""
 
 
+GUIDED = "guided"
+"""Agent name of segments that the policy sampled with a hint."""
+
+
 def is_expert(episode: Episode) -> bool:
-    """Return whether this is an expert's episode."""
+    """Return whether this is an expert's episode, or one that the policy sampled with a hint."""
+    return any(segment.agent in (EXPERT, GUIDED) for segment in episode.trajectory.segments)
+
+
+def is_demonstrated(episode: Episode) -> bool:
+    """Return whether the policy did not sample this episode."""
     return any(segment.agent == EXPERT for segment in episode.trajectory.segments)
 
 

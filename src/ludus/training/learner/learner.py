@@ -25,7 +25,7 @@ from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.kl import FULL_KL_NAMES, KLS
 from ludus.algorithms.losses.covariance import CovarianceMeans, token_covariance
 from ludus.algorithms.objective import Normalizer, Statistics, clip_masks, objective
-from ludus.algorithms.tensors import TokenBatch
+from ludus.algorithms.tensors import TokenBatch, select
 from ludus.algorithms.token_statistics import LOGIT_STATISTICS
 from ludus.diagnostics.alarms import ENTROPY, GAP_BY_PROBABILITY, LOGPROB_GAP
 from ludus.errors import LearnerError
@@ -50,6 +50,7 @@ from ludus.training.distributed.collectives import (
     raise_on_all_ranks,
     sum_gradients,
 )
+from ludus.training.learner.ema_teacher import update_ema
 from ludus.training.learner.logprobs import (
     AuxScorers,
     LogprobScorer,
@@ -292,7 +293,7 @@ class Learner:
                 indices = order[part :: settings.minibatches]
                 if any(self.ranks.gather(len(indices))):
                     updates.append(self._update([rows[i] for i in indices], known.of(indices)))
-        metrics = _token_metrics([statistics for statistics, _ in updates])
+        metrics = _token_metrics([statistics for statistics, _ in updates], rows, self.algorithm)
         reports = [report for _, report in updates]
         metrics |= {name: sum(report[name] for report in reports) / len(reports) for name in reports[0]}
         return metrics | {OLD_FROM_ENGINE: float(settings.old_logprobs == "engine")}
@@ -405,6 +406,7 @@ class Learner:
         statistics, tokens = self.gradient(batch, known)
         rate = self.optimizer.learning_rate
         norm = self.optimizer.step()
+        update_ema(self.scorers, self.scorer.model)
         return statistics, {
             "optim/grad_norm": norm,
             "optim/learning_rate": rate,
@@ -414,7 +416,7 @@ class Learner:
 
     def _backward(self, part: Microbatch, normaliser: Normalizer, known: CachedLogprobs) -> Statistics:
         scored = _scored_tokens(part, self.algorithm)
-        aux, against = self._aux.score(part, known.others), self._aux.against(part.tokens, scored)
+        aux, against = self._aux.score(part, known.others), self._aux.against(part.tokens, scored, part.teacher)
         replay: AbstractContextManager[None] = nullcontext()
         if self.scorer.routing is not None and known.experts is not None:
             replay = self.scorer.routing.replay([known.experts[i] for i in part.index])
@@ -450,7 +452,7 @@ class Learner:
             ref_logprobs=aux.get("reference"),
             teacher_logprobs=aux.get("teacher"),
             full_kl=divergences.get("reference"),
-            teacher_kl=divergences.get("teacher"),
+            teacher_kl=_taught(divergences.get("teacher"), part, scores.logprobs, self.algorithm),
             entropy=scores.entropy,
             chosen=None if known.chosen is None else pad_rows(known.chosen, part, part.trains),
             observed=scored_mask(part.observed),
@@ -498,6 +500,15 @@ def _scored_tokens(part: Microbatch, algorithm: Algorithm) -> Tensor:
     return part.trains | part.observed if algorithm.number("terms", "echo") > 0 else part.trains
 
 
+def _taught(found: Tensor | None, part: Microbatch, like: Tensor, algorithm: Algorithm) -> Tensor | None:
+    """Return the divergences from a teacher; 0 on rows that a self-teacher is not shown anything for."""
+    if not algorithm.loss_spec.has(Need.SELF_TEACHER):
+        return found
+    if found is None or part.teacher is None:
+        return torch.zeros_like(like)
+    return select(found, part.teacher.taught[:, None].expand(found.shape))
+
+
 def _named_outputs(batch: TokenBatch) -> dict[str, Tensor | None]:
     """Return the model outputs of a batch, `[B, L]` each, by their names in messages."""
     return {
@@ -529,8 +540,9 @@ def choose_tokens(
     return [by_row[i] for i in range(len(rows))]
 
 
-def _token_metrics(updates: Sequence[Statistics]) -> dict[str, float]:
+def _token_metrics(updates: Sequence[Statistics], rows: Sequence[Row], algorithm: Algorithm) -> dict[str, float]:
     """Return the public metrics of a step's updates; losses are averaged over the updates."""
+    divergence = "sdpo/divergence" if algorithm.loss_spec.has(Need.SELF_TEACHER) else "distill/reverse_kl"
     statistics = functools.reduce(operator.add, updates)
     clip, mismatch = statistics.clip, statistics.mismatch
     metrics = {
@@ -557,7 +569,9 @@ def _token_metrics(updates: Sequence[Statistics]) -> dict[str, float]:
         ENTROPY: statistics.entropy_sum,
         "policy/kl_reference": statistics.kl_sum,
         "policy/chosen_share": statistics.chosen_sum,
-        "distill/reverse_kl": statistics.teacher_sum,
+        divergence: statistics.teacher_sum,
     }
     metrics |= {name: total / max(clip.tokens, 1) for name, total in optional.items() if total is not None}
+    if algorithm.loss_spec.has(Need.SELF_TEACHER):
+        metrics["sdpo/taught"] = sum(bool(row.teacher_tokens) for row in rows) / max(len(rows), 1)
     return metrics | {f"loss/{name}": value / len(updates) for name, value in statistics.terms.items()}

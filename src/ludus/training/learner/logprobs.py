@@ -40,7 +40,7 @@ from ludus.training.batches.chunked_lm_head import (
     divergence,
     logits_to_scores,
 )
-from ludus.training.batches.rows import BREAK, Microbatch, split_paths
+from ludus.training.batches.rows import BREAK, Microbatch, TeacherView, split_paths
 from ludus.training.distributed.collectives import is_sharded, run_as_forward
 from ludus.training.learner.moe_routing_replay import RoutingReplay
 
@@ -427,6 +427,8 @@ class AuxScorers:
         divergences: dict[str, Divergence] = {}
         if self.algorithm.loss_spec.has(Need.TEACHER_DISTRIBUTION) and "teacher" in self.scorers:
             divergences["teacher"] = "full_reverse"
+        if self.algorithm.loss_spec.has(Need.SELF_TEACHER):
+            divergences["teacher"] = "jensen_shannon"
         for which in FULL_KL_NAMES:
             if self.algorithm.kl == which and "reference" in self.scorers:
                 divergences["reference"] = which
@@ -437,12 +439,18 @@ class AuxScorers:
         """Return the names of scorers that are used per token."""
         return [name for name in ("reference", "teacher") if name in self.scorers and name not in self.full_divergences]
 
-    def against(self, tokens: Tensor, scored: Tensor) -> dict[str, DivergenceTarget]:
-        """Return the divergence targets at the scored tokens."""
-        return {
-            name: DivergenceTarget(self.scorers[name].distributions(tokens, scored), which)
-            for name, which in self.full_divergences.items()
-        }
+    def against(
+        self, tokens: Tensor, scored: Tensor, teacher: TeacherView | None = None
+    ) -> dict[str, DivergenceTarget]:
+        """Return the divergence targets at the scored tokens; without a `teacher` view, none of a self-teacher."""
+        targets = {}
+        for name, which in self.full_divergences.items():
+            if which != "jensen_shannon":
+                targets[name] = DivergenceTarget(self.scorers[name].distributions(tokens, scored), which)
+            elif teacher is not None:
+                states = self.scorers[name].distributions(teacher.tokens, teacher.scored(scored))
+                targets[name] = DivergenceTarget(states, which, round(self.algorithm.number("loss", "top_k")))
+        return targets
 
     def score(self, part: Microbatch, known: Mapping[str, Sequence[Tensor]]) -> dict[str, Tensor]:
         """Return log-probabilities `[B, L]` by scorer; `known` holds cached ones, `[T]` a row."""

@@ -251,8 +251,10 @@ def with_mismatched(pairs: Sequence[PreferencePair], max_tokens: int) -> list[Pr
 
 
 @torch.no_grad()
-def with_reference(pairs: Sequence[PreferencePair], scorer: LogprobScorer, max_tokens: int) -> list[PreferencePair]:
-    """Return the pairs with the reference's log-probabilities, unless they have logged ones.
+def with_reference(
+    pairs: Sequence[PreferencePair], scorer: LogprobScorer, max_tokens: int, entropies: bool = False
+) -> list[PreferencePair]:
+    """Return the pairs with the reference's log-probabilities or `entropies`, unless they have logged ones.
 
     `max_tokens` limits a forward pass.
     """
@@ -262,7 +264,8 @@ def with_reference(pairs: Sequence[PreferencePair], scorer: LogprobScorer, max_t
     unscored = [i for i in range(len(sides)) if i not in scored]
     rows = [sides[i].row for i in unscored]
     for part in microbatches(rows, max_tokens, device, torch.float32, shared=scorer.shares_prefixes):
-        logprobs = scorer.score(part.tokens, part.trains).logprobs.cpu()
+        scores = scorer.score(part.tokens, part.trains, "value" if entropies else "none")
+        logprobs = (scores.logprobs if scores.entropy is None else scores.entropy).cpu()
         trains = part.trains.cpu()
         for place, index in enumerate(part.index):
             i = unscored[index]

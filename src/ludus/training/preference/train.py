@@ -33,6 +33,7 @@ from ludus.training.credit.advantages import TrainingSample, failed_status
 from ludus.training.datasets.files import write_records
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer
+from ludus.training.preference.forks import forks_step, nearest_to_half, pairs_of_rewards
 from ludus.training.preference.pairs import (
     PAIRS_FILE,
     PairMaker,
@@ -51,7 +52,7 @@ from ludus.training.preference.pairs import (
 )
 from ludus.training.preference.ranking import RankedPairs
 from ludus.training.preference.tree_search import SEARCH_FILE, pairs_of_tree, search_metrics, tree_search
-from ludus.training.rl.build import probe_tokens
+from ludus.training.rl.build import frozen_scorer, probe_tokens
 from ludus.training.rl.validate import check_rollouts
 from ludus.training.rl.weight_sync import WeightSync
 from ludus.training.run.checkpoint import TrainerState
@@ -138,6 +139,8 @@ def gather_pairs(session: TrainingSession, reporter: EpisodeReporter | None = No
     if not pairs:
         raise UserError(fault, "See docs/use/stages.md, lower preference.min_reward_gap, or set preference.threshold.")
     check_vocabulary((side.tokens for pair in pairs for side in pair.all_sides), session)
+    if settings.weighs_rollouts:
+        return GatheredPairs(nearest_to_half(pairs, settings.forks.groups), sampled, metrics)
     mismatched = PREFERENCES[settings.loss].mismatched
     return GatheredPairs(with_mismatched(pairs, limit) if mismatched else pairs, sampled, metrics)
 
@@ -179,6 +182,8 @@ def _has_labels(settings: PreferenceConfig, run: RunFolder) -> bool:
 
 def _pair_maker(session: TrainingSession) -> PairMaker:
     settings = session.config.preference
+    if settings.weighs_rollouts:
+        return pairs_of_rewards
     if settings.model is not None:
         return RankedPairs.of(session)
     return pairs_of_branches if settings.pairs == "steps" else pairs_of_attempts
@@ -194,7 +199,7 @@ def _is_in_pair(record: RolloutRecord, sides: Collection[tuple[int, ...]]) -> bo
 
 
 class PreferenceTraining(SupervisedTraining):
-    """Training on `pairs`; `running` is the baseline of BCO."""
+    """Training on `pairs`; `running` is the baseline of BCO. With the loss forks each pair is one rollout."""
 
     def __init__(self, session: TrainingSession, folder: RunFolder, gathered: GatheredPairs | None = None) -> None:
         """Load the pairs of the folder. If missing, store `gathered`, or gather pairs, with reference log-probs."""
@@ -203,6 +208,7 @@ class PreferenceTraining(SupervisedTraining):
         if not file.is_file():
             _store_pairs(session, folder, gather_pairs(session) if gathered is None else gathered)
         self.pairs = load_pairs(file)
+        self._base = frozen_scorer(session, 1.0) if self.settings.weighs_rollouts else None
         super().__init__(session, folder, self.settings, num_steps(self.settings, len(self.pairs)))
         self._scorer = LogprobScorer(session.model, recompute=session.config.model.activation_checkpointing)
 
@@ -219,6 +225,8 @@ class PreferenceTraining(SupervisedTraining):
         """Take one optimizer step on a batch of pairs."""
         index = batch_of_step(step, len(self.pairs), self.settings.batch_size, self.session.config.run.seed)
         batch = [self.pairs[i] for i in index]
+        if self._base is not None:
+            return forks_step(self._scorer, self._base, self.optimizer, batch, self.settings)
         metrics = preference_step(self._scorer, self.optimizer, batch, self.settings, self.running)
         search = self.folder.path / SEARCH_FILE
         return metrics | (json.loads(search.read_text("utf-8")) if step == 1 and search.is_file() else {})
@@ -229,8 +237,9 @@ def _store_pairs(session: TrainingSession, folder: RunFolder, gathered: Gathered
     settings, pairs = session.config.preference, gathered.pairs
     if gathered.sampled and session.config.run.save_rollouts:
         write_rollouts(rollouts_path(folder.path, 0), gathered.sampled)
-    if PREFERENCES[settings.loss].reference:
-        pairs = with_reference(pairs, LogprobScorer(session.model), settings.microbatch_tokens)
+    forks = settings.weighs_rollouts
+    if forks or PREFERENCES[settings.loss].reference:
+        pairs = with_reference(pairs, LogprobScorer(session.model), settings.microbatch_tokens, entropies=forks)
     if gathered.metrics:
         with replaced_file(folder.path / SEARCH_FILE) as file:
             file.write(json.dumps(gathered.metrics, indent=1).encode() + b"\n")

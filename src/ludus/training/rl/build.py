@@ -33,6 +33,7 @@ from ludus.training.batches.chunked_lm_head import Entropy, HiddenStates, TokenS
 from ludus.training.collection.demonstrations import given_dialogues, make_demonstrations, task_dialogues
 from ludus.training.collection.exploration import Explorer
 from ludus.training.collection.filters import AlgorithmState
+from ludus.training.collection.guidance import Guidance
 from ludus.training.collection.opponents import OpponentPool
 from ludus.training.collection.prompt_stream import STREAM_FILE, WAITING_FILE, PromptStream, StreamState
 from ludus.training.collection.rewards.judging import make_judge
@@ -40,9 +41,11 @@ from ludus.training.collection.rewards.reward_mixing import RewardMixer, make_re
 from ludus.training.collection.rollout_collector import RemoteSampler, RolloutCollector
 from ludus.training.collection.task_categories import PERPLEXITY_FILE, make_curriculum, perplexities
 from ludus.training.collection.task_notes import NOTES_FILE, TaskNotes
+from ludus.training.collection.teacher_prompts import make_teacher_prompts
 from ludus.training.datasets.token_limits import rollout_warnings
 from ludus.training.distributed.collectives import Collectives, broadcast_weights
 from ludus.training.distributed.launcher import launch_ranks
+from ludus.training.learner.ema_teacher import EMA_TEACHER, EmaTeacher
 from ludus.training.learner.learner import Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer, TokenScorer
 from ludus.training.learner.moe_routing_replay import RoutingReplay
@@ -201,7 +204,8 @@ def build_trainer(
     extra = reward_mixer, demonstrations, remote, make_opponents(session, folder), make_notes(config, folder, done)
     order = make_curriculum(config, session.world, measured), make_explorer(session)
     judge = make_judge(config, session.world, folder.path, (engine, session.renderer))
-    collector = RolloutCollector(session, engine, algorithm, reporter, ledger, state, *extra, *order, judge)
+    more = *order, judge, Guidance.of(session), make_teacher_prompts(session, algorithm, demonstrations)
+    collector = RolloutCollector(session, engine, algorithm, reporter, ledger, state, *extra, *more)
     trainer = SyncTrainer(
         session=session,
         folder=folder,
@@ -285,6 +289,8 @@ def make_parts(
         if value_model is not None:
             part = load_part(resumed, value_model.part, value_model.state(blank=True))
             value_model.load_state(part, stored.value_model_steps)
+        if isinstance(teacher := scorers.get("teacher"), EmaTeacher) and teacher.state():
+            teacher.load_state(load_part(resumed, EMA_TEACHER, teacher.state()))
     settings = LearnerSettings(
         microbatch_tokens=training.microbatch_tokens,
         epochs=training.epochs,
@@ -309,14 +315,19 @@ def _scorers(session: TrainingSession, algorithm: Algorithm, control: KLControll
     if algorithm.loss_spec.has(Need.TEACHER):
         scorers["teacher"] = load_teacher(session)
     temperature = session.config.rollout.temperature or 1.0
+    if algorithm.loss_spec.has(Need.SELF_TEACHER):
+        scorers["teacher"] = EmaTeacher(session.model, temperature, session.config.teacher.ema_rate)
     needed = control.needs_reference or algorithm.advantage_spec.has(Need.PROCESS_REWARD_MODEL)
     if needed or session.config.training.report_kl:
-        if session.config.model.lora is not None:
-            scorers["reference"] = AdapterOff(session.model, temperature)
-        else:
-            reference = copy.deepcopy(session.model).requires_grad_(False).eval()
-            scorers["reference"] = LogprobScorer(reference, temperature)
+        scorers["reference"] = frozen_scorer(session, temperature)
     return scorers
+
+
+def frozen_scorer(session: TrainingSession, temperature: float) -> TokenScorer:
+    """Return the scorer of the model before the training: a copy, or the model without its adapters."""
+    if session.config.model.lora is not None:
+        return AdapterOff(session.model, temperature)
+    return LogprobScorer(copy.deepcopy(session.model).requires_grad_(False).eval(), temperature)
 
 
 def probe_tokens(session: TrainingSession) -> tuple[int, ...]:

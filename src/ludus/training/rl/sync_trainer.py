@@ -46,6 +46,8 @@ from ludus.training.collection.filters import StreakGuard, empty_batch_guard, es
 from ludus.training.collection.prompt_stream import waiting_texts
 from ludus.training.collection.rollout_collector import CollectorState, EpisodeReporter, RolloutCollector
 from ludus.training.credit.advantages import TrainingSample, equal_groups
+from ludus.training.credit.roles import is_demonstrated
+from ludus.training.learner.ema_teacher import ema_state
 from ludus.training.rl.sample_metrics import conflict_share, count_untrained, starved_metrics
 from ludus.training.rl.train_step import ComputeDispatch, LearnerThread, TrainStep, cancel_and_wait, run_inline
 from ludus.training.rl.weight_sync import WeightSync
@@ -285,9 +287,14 @@ class SyncTrainer(EvaluatedTrainer):
         collector, extra, success = self.collector, dict(learned), self.session.world.rewards[0].name
         samples[:] = [sample for sample in samples if not sample.replayed]
         zero_variance = equal_groups(samples, collector.algorithm)
-        if collector.demonstrations is not None:
-            experts = [sample for sample in samples if sample.expert]
-            samples[:] = [sample for sample in samples if not sample.expert]
+        experts = [sample for sample in samples if is_demonstrated(sample.episode)]
+        guided = [sample for sample in samples if sample.expert and not is_demonstrated(sample.episode)]
+        samples[:] = [sample for sample in samples if not sample.expert]
+        if collector.guidance is not None:
+            extra |= collector.guidance.metrics(step) | {
+                "guidance/trained": float(sum(c.outcome is RolloutOutcome.TRAINED for c in guided))
+            }
+        if collector.demonstrations is not None and collector.teacher_prompts is None:
             extra["experts/count"] = float(len(experts))
             extra["experts/refused"] = float(collector.demonstrations.num_refused(step))
             extra["experts/trained"] = float(sum(c.outcome is RolloutOutcome.TRAINED for c in experts))
@@ -392,7 +399,7 @@ class SyncTrainer(EvaluatedTrainer):
 
     def save(self, state: TrainerState, files: Mapping[str, str]) -> None:
         session, checkpoints, optimizer = self.session, self.folder.checkpoints, self.train_step.learner.optimizer
-        parts = checkpoint_parts(self.train_step.value_model)
+        parts = checkpoint_parts(self.train_step.value_model) | ema_state(self.train_step.learner.scorers)
         if self.refresh is not None:
             parts, files = parts | self.refresh.parts(), {**files, REFRESH_FILE: self.refresh.text()}
         save_checkpoint(checkpoints, session.model, session.tokenizer, optimizer, state, Extra(parts, files))

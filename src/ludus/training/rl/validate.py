@@ -27,6 +27,7 @@ from ludus.rollouts.dialogues.subagents import DELEGATE
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.scheduler import sampling_params
 from ludus.tools.notes import Notes, notes_tools
+from ludus.training.collection.demonstrations import uses_demonstrations
 from ludus.training.collection.exploration import check_exploration
 from ludus.training.collection.replay_buffer import check_sources
 from ludus.training.collection.rewards.reward_plan import check_reward_settings, reward_warnings
@@ -34,6 +35,7 @@ from ludus.training.collection.rollout_collector import max_waits_of
 from ludus.training.collection.task_categories import check_curriculum
 from ludus.training.credit.roles import ROLE, is_proposer
 from ludus.training.datasets.token_limits import check_prompts
+from ludus.training.rl.guidance_checks import check_guidance, check_self_teacher
 from ludus.training.rl.sync_trainer import task_order
 from ludus.training.run.preflight import check_plugins
 from ludus.training.run.session import TrainingSession, open_session
@@ -82,6 +84,8 @@ def check_settings(config: Config, world: World) -> None:
     check_teacher(config, algorithm)
     check_critic(config, algorithm)
     check_experts(config, algorithm, world)
+    check_guidance(config, world)
+    check_self_teacher(config, algorithm)
     check_old_logprobs(config, algorithm)
     check_token_values(config)
     check_replay(config, algorithm)
@@ -186,15 +190,15 @@ def _critic_settings(algorithm: Algorithm) -> tuple[set[str], str]:
 
 def check_experts(config: Config, algorithm: Algorithm, world: World) -> None:
     """Raise ConfigError if the loss needs experts and has none, or configured experts are unused."""
-    path, uses = config.experts.path, algorithm.loss_spec.has(Need.DEMONSTRATIONS)
-    prefixes = (
-        config.exploration.demonstration_prefix.share > 0 or config.exploration.uniform_failures.action == "prefix"
-    )
-    unused = {} if uses else changed(config.experts)
-    if prefixes:
+    path, uses = config.experts.path, uses_demonstrations(algorithm)
+    joins, exploration = algorithm.loss_spec.has(Need.DEMONSTRATIONS), config.exploration
+    prefixes = exploration.demonstration_prefix.share > 0 or exploration.uniform_failures.action == "prefix"
+    unused = {} if joins else changed(config.experts)
+    if uses or prefixes:
         unused.pop("path", None)
     for key, value in unused.items():
-        text = f"experts.{key} = {value} would have no effect: the loss {algorithm.loss} uses no experts."
+        why = "shows them to its teacher only" if uses else "uses no experts"
+        text = f"experts.{key} = {value} would have no effect: the loss {algorithm.loss} {why}."
         raise ConfigError(text, "Unset it, or set algorithm.preset = 'mixed_policy'.")
     if uses and path is None and not world.implements("expert"):
         hint = "Set experts.path to a file of dialogues with task ids (docs/use/data.md)."
@@ -542,7 +546,7 @@ def _warn_corrections(config: Config, algorithm: Algorithm) -> Iterator[str]:
         return
     remedy = "Set training.mode = 'async' or 'one_step' for rollouts of older weights."
     why = "with training.mode = 'sync' and the embedded engine, engine and learner hold the same weights"
-    if algorithm.correction != "none":
+    if algorithm.correction != "none" and not config.training.guidance.samples:
         yield f"The correction {algorithm.correction} has no effect: {why}. {remedy}"
     if algorithm.opsm_delta is not None and updates_of(config) == 1:
         yield f"The mask of algorithm.opsm_delta has no effect: {why}, with one update per batch. {remedy}"
