@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from ludus.config.load import load_config
+from ludus.envs.registry import build_world
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 from algorithms import experiments, games, read_experiment, words_of
@@ -29,3 +30,10 @@ def test_words_and_cumulative_arms():
     fields = {"about": "", "game": "guess", "arms": arms}
     assert [arm.settings for arm in read_experiment(fields).arms] == [("--a", "1"), ("--b", "2")]
     assert read_experiment(fields | {"cumulative": True}).arms[1].settings == ("--a", "1", "--b", "2")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", games())
+def test_world_of_every_game_can_be_built(name):
+    config = load_config(games()[name].recipe, [*games()[name].settings])
+    assert build_world(config.env, config.rollout, config.sandbox).tasks("train")
