@@ -64,7 +64,7 @@ def test_stages_have_equal_episode_and_dialogue_budgets(algorithms, monkeypatch,
     monkeypatch.setattr(algorithms, "start_of", lambda name, folder: ("--model.path", "cold"))
     monkeypatch.setattr(algorithms, "last", lambda path, split: evaluated(100)[0])
     asked = SimpleNamespace(game="guess-small", folder=tmp_path, steps=20, seeds=(0,), rates=("4e-4",), parallel=1)
-    algorithms.run(asked, algorithms.STAGES)
+    algorithms.run(asked, algorithms.experiments()["stages"].arms)
     plain, more, mixed, fine, after = made
     assert [stage for stage, _ in made] == ["train", "sft", "train", "sft", "train"]
     assert plain[1]["--training.steps"] == mixed[1]["--training.steps"] == after[1]["--training.steps"] == "20"

@@ -171,7 +171,7 @@ def test_bad_input_is_one_sentence(words, expected, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("line", "expected"),
     [
-        ("train search --task 3", "the nearest are preference.tasks and evaluation.tasks"),
+        ("train search --task 3", "write --exploration.interleave.task"),
         ("train search --rolout.x 3", "the nearest section is rollout, and rollout has rollout.temp"),
         ("train --lr 3 search", "--lr. Of the settings the nearest are training.learning_rate and"),
         ("doctor --fixx", "`ludus doctor` has no option --fixx. See `ludus doctor --help`."),

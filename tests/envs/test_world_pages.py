@@ -24,6 +24,7 @@ FEWER = {
     "service": ["--env.settings.num_tasks", "200", "--env.settings.num_held_out", "60"],
 }
 """Settings with which a world starts faster."""
+WITHOUT_TOOLS = {"games", "guess", "judging", "proposals"}
 PREPARED = {"swe"}
 """Worlds whose tasks are there once their sources were fetched."""
 
@@ -84,7 +85,7 @@ def test_a_world_has_tasks_environments_tools_and_rewards(name):
     task = world.tasks("train")[0]
     environment = world.environment(task)
     assert task.prompt
-    assert environment.tools or isinstance(environment, SimulatorEnv) or name in ("games", "guess", "proposals")
+    assert environment.tools or isinstance(environment, SimulatorEnv) or name in WITHOUT_TOOLS
     assert any(reward.outcome for reward in world.rewards)
     assert [part.name for part in environment.rewards] == [part.name for part in world.rewards]
     assert world.implements("difficulty_report") == (name in REPORTED)

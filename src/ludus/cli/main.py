@@ -119,7 +119,7 @@ def _check_options(unknown: Sequence[str], options: Sequence[str], command: str)
             continue
         own = f"{'training' if command == 'train' else command.replace('-', '_')}."
         same = [setting.key for setting in list_settings() if setting.key.endswith(f".{key}")]
-        same.sort(key=lambda one: not one.startswith(own))
+        same = sorted(same, key=lambda one: (one.count("."), not one.startswith(own)))[:3]
         hint = did_you_mean(name.replace("_", "-"), options, cutoff=0.8)
         if same:
             hint += f"As a setting, write --{' or --'.join(same)}."

@@ -355,7 +355,7 @@ PRESET_LAWS = {
     **dict.fromkeys(("clip_cov", "kl_cov", "reinforce_pp", "reinforce_pp_baseline"), (SAME, SAME)),
     **dict.fromkeys(("ppo", "turn_ppo", "step_ppo", "search_r1", "retool"), (SAME, SAME)),
     **dict.fromkeys(("starpo", "starpo_s"), (SAME, SAME)),
-    "distill": (SAME, SAME),  # reads no reward
+    **dict.fromkeys(("distill", "sdpo", "sdft"), (SAME, SAME)),  # read no reward
     **dict.fromkeys(("dr_grpo", "rloo", "opo", "best_of_group", "remax", "coderl"), (LINEAR, SAME)),
     **dict.fromkeys(("rloo_ppo", "gpg"), (LINEAR, SAME)),
     "luspo": (SAME, SAME),
