@@ -42,7 +42,7 @@ def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print replayed or calibrated rewards, or the calibration of a judge."""
     if args.episodes < 0:
         raise UserError(f"--episodes is {args.episodes}.", "Set 0 or more.")
-    if args.action != "replay" and (args.config is not None or overrides):
+    if args.action in ("calibrate", "auc") and (args.config is not None or overrides):
         raise UserError(f"`ludus rewards {args.action}` takes no settings.", "It uses those of the run.")
     if args.action == "auc":
         load_libraries()
