@@ -43,7 +43,7 @@ def print_judge(console: Console, args: argparse.Namespace, config: Config, file
             groups.setdefault((record.step, record.group), []).append(episode)
     if not groups:
         raise UserError("The run has no completed rollouts of these tasks.", "Inspect it with `ludus show`.")
-    policy = load_judge(str(args.run), config) if POLICY_JUDGE in free.models else None
+    policy = load_judge(str(args.run[0]), config) if POLICY_JUDGE in free.models else None
     judge = make_judge(config, world, None, policy)
     assert judge is not None
 
