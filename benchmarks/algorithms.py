@@ -21,6 +21,7 @@ from __future__ import annotations
 import argparse
 import hashlib
 import json
+import math
 import subprocess
 import sys
 import tomllib
@@ -192,10 +193,10 @@ def last(path: Path, split: str) -> Evaluation:
 
 
 def metric_of(path: Path, name: str) -> float:
-    """Return the mean of a metric over the last five steps of a run."""
+    """Return the mean of a metric over the last five steps of a run that have it; nan if none does."""
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text("utf-8").splitlines()]
     values = [row[name] for row in rows if name in row]
-    return fmean(values[-5:])
+    return fmean(values[-5:]) if values else math.nan
 
 
 def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, list[Path]]]:
