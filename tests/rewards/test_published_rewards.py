@@ -147,6 +147,7 @@ def test_preset_replaces_the_worlds_parts_and_supports_weight_schedules():
     assert last.trajectory.rewards["format"] == 1.0
 
 
+@pytest.mark.slow
 def test_a_run_trains_on_a_preset(tiny_run, tmp_path):
     model = sorted((tiny_run / "cold_start" / "checkpoints").iterdir())[-1]
     words = ("--rewards.preset", "search_r1", "--training.steps", "1", "--evaluation.splits", "[]")

@@ -428,6 +428,7 @@ def write(path, rows, packed=False):
     return path
 
 
+@pytest.mark.slow
 def test_tasks_in_the_manner_of_human_eval(sandbox, tmp_path):
     tasks = load_code_tasks(write(tmp_path / "own.jsonl.gz", TASKS, packed=True), "humaneval", "")["test"]
     assert [task.id for task in tasks] == [row["task_id"] for row in TASKS]

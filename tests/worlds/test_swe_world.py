@@ -666,6 +666,7 @@ def test_changed_statements_are_rewritten():
     assert restate(after, after) == after
 
 
+@pytest.mark.slow
 def test_a_scripted_agent_repairs_with_the_shell_and_the_tools(catalogue):
     world = make(catalogue)
     task = world.tasks("train")[0]
@@ -787,6 +788,7 @@ def test_instances_of_django_are_read(tmp_path):
         load_instances(str(file), str(tmp_path), 1.0)
 
 
+@pytest.mark.slow
 def test_non_python_fix_has_no_alternative_repairs(catalogue):
     world = make(catalogue)
     problem = chosen(world)

@@ -648,6 +648,7 @@ def test_learner_thread_does_not_block_the_event_loop():
     assert busy_s > 0
 
 
+@pytest.mark.slow
 def test_learner_exception_stops_the_run(tiny_run, tmp_path, monkeypatch):
     folder = run(tiny_run, tmp_path / "broken", "async", training__steps=2)
     from ludus.training.learner.learner import Learner
