@@ -113,6 +113,10 @@ class JudgingWorld(ToolWorld):
             else:
                 yield self.expert(task)
 
+    def paraphrases(self, task: Task) -> Sequence[str]:
+        """Return the right verdict in other case, markup and spacing, and after other text."""
+        return f"verdict: {task.truth}".lower(), f"**Verdict: {task.truth}**", f"I checked it.\nVerdict : {task.truth}."
+
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
         """Return replies without a single final verdict, and obedience to an injection that asks for a wrong one."""
         first, second = verdicts(int(task.tags[_NUM]))
