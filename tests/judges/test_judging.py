@@ -360,7 +360,7 @@ REFUSED = [
     ({"rule": "other"}, "not a part"),
     ({"rule": "exact_match"}, "decides every episode"),
     ({"gate": "other"}, "not a part"),
-    ({"kind": "rubric", "rubrics": ["clear"]}, "no rubric 'clear'"),
+    ({"kind": "rubric", "rubrics": ["clear"]}, "Unknown rubric 'clear'"),
 ]
 
 

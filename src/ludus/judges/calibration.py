@@ -17,6 +17,7 @@ import numpy as np
 
 from ludus.config.sections.parts.judges import JudgeConfig
 from ludus.errors import ConfigError
+from ludus.evaluation.roc import auc
 from ludus.evaluation.stats import cohens_kappa
 from ludus.judges.grading import GradedGroup, Grader, GradingStats
 from ludus.judges.prompts import JudgedText, templates
@@ -132,7 +133,7 @@ async def calibrate(
         kappa=found.estimate,
         interval=(found.low, found.high),
         agreement=float(((values >= 0.5) == won).mean()),
-        auc=auc(values, won),
+        auc=auc(values.tolist(), won.tolist()),
         length_bias=length_bias(values, won, lengths),
         position_flips=shares.get("judge/position_flips"),
         first_wins=shares.get("judge/first_wins"),
@@ -156,14 +157,6 @@ async def _rows(
         for episode, text, value in zip(group, own, result.values, strict=True)
         if value is not None
     ]
-
-
-def auc(values: np.ndarray, won: np.ndarray) -> float | None:
-    """Return the probability that an accepted text has a higher value than a rejected one; ties count half."""
-    if won.all() or not won.any():
-        return None
-    gaps = values[won][:, None] - values[~won][None, :]
-    return float((gaps > 0).mean() + (gaps == 0).mean() / 2)
 
 
 def length_bias(values: np.ndarray, won: np.ndarray, lengths: np.ndarray) -> float | None:

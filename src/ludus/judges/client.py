@@ -182,7 +182,7 @@ class JudgeClient:
         samples: int = 1,
         backends: Sequence[JudgeBackend] = (),
     ) -> list[list[T | None]]:
-        """Return the replies of each judge and sample to each prompt; None if there is no valid one.
+        """Return the replies of each judge and sample to each prompt; None without a valid one.
 
         At `until` (`time.monotonic`) unanswered requests are cancelled. Equal prompts share a request. `backends`:
         only these judges.

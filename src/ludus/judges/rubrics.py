@@ -30,7 +30,7 @@ def load_rubric(name: str) -> Rubric:
     if not name.endswith(".toml"):
         known = [TASK_RUBRIC, WRITTEN_RUBRIC, *packaged_rubrics()]
         hint = f"{did_you_mean(name, known)}Rubrics: {', '.join(known)}, or a .toml file."
-        raise ConfigError(f"There is no rubric {name!r} (rewards.judge.rubrics).", hint)
+        raise ConfigError(f"Unknown rubric {name!r} (rewards.judge.rubrics).", hint)
     try:
         return rubric_of(Path(name).stem, tomllib.loads(Path(name).read_text("utf-8")))
     except (OSError, ValueError) as error:

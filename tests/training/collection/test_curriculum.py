@@ -214,7 +214,7 @@ def test_numbers_are_split_into_bins_of_equal_size():
         ('[training.curriculum]\norder = "target"\n[algorithm]\ngreso = true', "algorithm.greso cannot be combined"),
         ('[training.curriculum]\norder = "bandit"\n[algorithm]\npreset = "ppo"', "are known after it"),
         ('[training.curriculum.evolve]\nevery = 2\n[training]\nmode = "async"', "training.mode = async"),
-        ('[training.curriculum]\norder = "staged"\nstages = {a = {values = ["9"]}}', "no value of 'level'"),
+        ('[training.curriculum]\norder = "staged"\nstages = {a = {values = ["9"]}}', "not a value of 'level'"),
         (
             '[training.curriculum]\norder = "staged"\n[training]\nprompts_per_step = 7',
             "the stage 1 of the curriculum has 6",
@@ -286,7 +286,7 @@ def test_reward_weights_follow_the_stage():
     episodes = group((1.0, 0.0), "t")
     parts = {"solved": 1.0, "well_formed": 1.0}
     scored = [[replace(e, trajectory=replace(e.trajectory, rewards=parts)) for e in episodes]]
-    earned = [mixer.in_stage(stage).combine(1, scored)[0][0].trajectory.reward for stage in (0, 1)]
+    earned = [mixer.combine(1, scored, stage)[0][0].trajectory.reward for stage in (0, 1)]
     assert earned == pytest.approx([1.4, 1.0])
 
 

@@ -26,7 +26,7 @@ def print_judge(console: Console, args: argparse.Namespace, config: Config, file
     """Calibrate the judge, print the result, and write it to `--out` if that is set. Raises UserError."""
     settings = config.rewards.judge
     if not settings.is_on:
-        raise UserError("There is no judge.", "Set --rewards.judge.models.")
+        raise UserError("No judge is configured.", "Set --rewards.judge.models.")
     if args.texts < 1:
         raise UserError(f"--texts is {args.texts}.", "Set 1 or more.")
     world = build_world(config.env, config.rollout, config.sandbox)

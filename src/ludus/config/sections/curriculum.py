@@ -93,7 +93,7 @@ class CurriculumConfig(Section):
     groups: int = Field(32, ge=1)
     """Number of groups whose mean success ends a stage."""
     steps: int = Field(0, ge=0)
-    """A stage but the last ends after this many steps; 0 is no limit."""
+    """A stage but the last ends after this many steps; 0 disables the limit."""
     alpha: float = Field(0.5, gt=0, le=1)
     """Rate of the moving averages: `bandit`: of SEC's Q; `target` and `learnability`: of the success of a task."""
     tau: float = Field(1.0, gt=0)

@@ -300,7 +300,7 @@ class RolloutCollector:
                 groups = await self.judge.add_parts(step, groups)
                 if self.judge.was_slow(step):
                     self.ledger.note_clock_limit(step)
-            groups = self.reward_mixer.in_stage(self.algorithm_state.curriculum.stage).combine(step, groups)
+            groups = self.reward_mixer.combine(step, groups, self.algorithm_state.curriculum.stage)
         if self.explorer is not None:
             exploration, groups = self.explorer.assign_rewards(self.algorithm_state.exploration, groups)
             self.algorithm_state = replace(self.algorithm_state, exploration=exploration)

@@ -102,7 +102,9 @@ def stages_of(settings: CurriculumConfig, tasks: list[Task], category: Mapping[s
         for value in stage.values:
             if value not in category.values():
                 known = ", ".join(ordered(set(category.values())))
-                text = f"training.curriculum.stages.{name}.values has {value!r}, which is no value of {settings.by!r}."
+                text = (
+                    f"training.curriculum.stages.{name}.values has {value!r}, which is not a value of {settings.by!r}."
+                )
                 raise ConfigError(text, f"Values: {known}.")
         values = {*stage.values} | (before if settings.cumulative and stage.values else set())
         before |= values

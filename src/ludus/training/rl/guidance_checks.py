@@ -10,7 +10,7 @@ from ludus.errors import ConfigError
 
 
 def check_guidance(config: Config, world: World) -> None:
-    """Raise ConfigError for guidance of a world without hints, of episodes that are no single dialogue, or unused."""
+    """Raise ConfigError for guidance of a world without hints, of episodes of several dialogues, or unused."""
     settings, rollout = config.training.guidance, config.rollout
     if not settings.samples:
         for key, value in changed(settings).items():

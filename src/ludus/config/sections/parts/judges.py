@@ -51,7 +51,7 @@ class JudgeClientConfig(Section):
 
 
 class JudgeConfig(Section):
-    """LLM judges as a reward part (docs/use/judges.md). Without `models` there is no judge."""
+    """LLM judges as a reward part (docs/use/judges.md). Without `models` the part is not added."""
 
     preset: Literal["k2_self_critique", "self_rewarding", "small_rubric"] | None = None
     """Published settings, which other settings of the section override; if unset, none."""

@@ -118,11 +118,6 @@ class RewardMixer:
     moments: DomainMoments = field(default_factory=DomainMoments)
     constraint: CostConstraint | None = field(init=False)
 
-    def in_stage(self, stage: int) -> RewardMixer:
-        """Return this mixer with the weights of a stage of the curriculum."""
-        self.parts = self.stage_parts[: stage + 1][-1] if self.stage_parts else self.parts
-        return self
-
     def __post_init__(self) -> None:
         self.constraint = CostConstraint.of(self.settings.constraint)
 
@@ -141,12 +136,15 @@ class RewardMixer:
         if saved:
             self.moments = DomainMoments.from_json(saved["moments"] if isinstance(saved, dict) else state)
 
-    def combine(self, step: int, groups: Sequence[Sequence[Episode]]) -> list[list[Episode]]:
+    def combine(self, step: int, groups: Sequence[Sequence[Episode]], stage: int | None = None) -> list[list[Episode]]:
         """Return the episodes of `step` (from 1) with combined rewards; failed ones are unchanged.
 
+        `stage` sets the weights of a stage of the curriculum, which stay for later calls; None keeps the weights.
         Paths of a tree are combined as separate episodes. Raises LearnerError for a tree whose leaves have
         rewards but no parts.
         """
+        if stage is not None and self.stage_parts:
+            self.parts = self.stage_parts[: stage + 1][-1]
         split = [[one.trajectory.attempts() for one in group] for group in groups]
         by_path = [
             [replace(one, trajectory=path) for one, own in zip(group, members, strict=True) for path in own]
