@@ -625,7 +625,7 @@ def test_concurrent_generate_calls_each_return_their_own_tokens():
 
 @pytest.mark.parametrize("under_way", [False, True])
 def test_a_cancelled_request_does_not_disturb_the_others(under_way):
-    engine = LocalEngine(build())
+    engine = LocalEngine(build(), settings=EngineSettings(draft_tokens=0))
     requests = ask(prompts(4), max_new_tokens=30, temperature=0)
     expected = batch(engine, requests)
     engine.stats(reset=True)

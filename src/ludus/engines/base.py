@@ -98,11 +98,11 @@ class EngineStats:
     """Counters of an engine, in tokens and wall-clock seconds.
 
     Context tokens are either computed (`prefill_tokens`) or read from the cache (`cached_tokens`);
-    `decode_tokens` were sampled. `model_s` is the time in forward passes, `sample_s` in sampling,
-    `schedule_s` the rest of the steps. `batch_tokens` sums the tokens of all passes, `recomputed_tokens`
-    those recomputed after a weight update; `queue_steps` and `running_steps` sum the waiting and running
-    requests over the steps. For a server that does not report steps, a step is one poll of its queue,
-    `wall_s` is the time between polls, and the other times are 0.
+    `decode_tokens` were sampled, `draft_hits` of them from the logits of `draft_tokens` (speculative decoding).
+    `model_s` is the time in forward passes, `sample_s` in sampling, `schedule_s` the rest of the steps.
+    `batch_tokens` sums the tokens of all passes, `recomputed_tokens` those recomputed after a weight update;
+    `queue_steps` and `running_steps` sum the waiting and running requests over the steps. For a server that does
+    not report steps, a step is one poll of its queue, `wall_s` is the time between polls, and the other times are 0.
     """
 
     steps: int = 0
@@ -111,6 +111,8 @@ class EngineStats:
     decode_tokens: int = 0
     recomputed_tokens: int = 0
     batch_tokens: int = 0
+    draft_tokens: int = 0
+    draft_hits: int = 0
     evicted_pages: int = 0
     model_s: float = 0.0
     sample_s: float = 0.0
@@ -145,6 +147,8 @@ class EngineStats:
             "engine/cache_hit_rate": self.hit_rate,
             "engine/evicted_pages": float(self.evicted_pages),
         }
+        if self.draft_tokens:
+            metrics["engine/draft_acceptance"] = self.draft_hits / self.draft_tokens
         if busy_s:
             metrics |= {"engine/busy_s": busy_s, "engine/schedule_share": self.schedule_s / busy_s}
         return metrics

@@ -349,6 +349,10 @@ class EngineConfig(Section):
     fits. If unset, it fits all episodes: rollout.concurrency * (rollout.max_seq_len + 16)."""
     max_requests: int = Field(0, ge=0)
     """Running and waiting requests of an embedded engine; more are rejected and retried later. 0 is unlimited."""
+    draft_tokens: int | None = Field(None, ge=0, le=64)
+    """Maximum number of draft tokens of a request in one pass of the embedded engine on a CPU (speculative decoding
+    from earlier text); 0: none. If unset, 8 if the engine is batch-invariant, so that drafts change no result,
+    otherwise 0: there, a resumed run samples other tokens than one that was not interrupted."""
     weight_delta: bool = False
     """With broadcast_host, send only changed weights; this keeps a copy of the last ones."""
 

@@ -31,6 +31,7 @@ from ludus.engines.base import (
     check_fits,
     check_params,
 )
+from ludus.engines.embedded.drafts import DraftIndex
 from ludus.engines.embedded.generic_scheduler import GenericForward, GenericScheduler, StateStore
 from ludus.engines.embedded.kv_cache import PAGE, RadixCache, root_name
 from ludus.engines.embedded.model_runner import RaggedForward
@@ -49,6 +50,7 @@ if TYPE_CHECKING:
 log = logging.getLogger(__name__)
 
 _STREAM_INTERVAL_S = 0.02
+_DRAFT_TOKENS = 8
 
 Result = TypeVar("Result")
 
@@ -71,6 +73,10 @@ class EngineSettings:
     """Make results bit-identical in any batch. If matrix products do not treat all rows alike (tested at
     start), every pass has one fixed shape, which is slower. Requires float32 on a CPU with the compiled
     kernel."""
+    draft_tokens: int | None = None
+    """Maximum number of draft tokens of a sequence in one pass (speculative decoding, `drafts`), on a CPU with the
+    compiled kernel; 0 disables drafts. If unset, 8 if the engine is batch-invariant, so that drafts change no result,
+    otherwise 0."""
     max_requests: int = 0
     """Maximum number of running and waiting requests; further ones raise `EngineBusy`. 0: unlimited."""
     recompute_on_update: bool = True
@@ -377,6 +383,9 @@ def _make_scheduler(
     # In 16-bit types a row depends on the number of rows, and padding all passes to one size costs more than lockstep.
     invariant = settings.batch_invariant and forward.compiled and forward.dtype == torch.float32
     scheduler.block = forward.block_for(pass_tokens) if invariant else 1
+    if forward.compiled:
+        default = _DRAFT_TOKENS if invariant else 0
+        scheduler.drafts = DraftIndex(default if settings.draft_tokens is None else settings.draft_tokens)
     return scheduler, invariant
 
 

@@ -47,12 +47,14 @@ _BLOCK_ROWS = 256  # a multiple of `MIN_ROWS`
 
 @dataclass(frozen=True, slots=True)
 class Chunk:
-    """New tokens of one sequence: ids, position of the first, row of the page table, adapter."""
+    """New tokens of one sequence: ids, position of the first, row of the page table, adapter, and how many of the ids
+    are a draft, at the end."""
 
     ids: tuple[int, ...]
     start: int
     slot: int
     adapter: str = ""
+    num_draft: int = 0
 
 
 class ModelRunner:

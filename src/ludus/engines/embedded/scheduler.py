@@ -11,7 +11,7 @@ import math
 import time
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, field, replace
 from functools import lru_cache, partial
@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ludus.engines.base import EngineStats, Request
+from ludus.engines.embedded.drafts import DraftIndex
 from ludus.engines.embedded.kv_cache import PAGE, CacheMatch, RadixCache, RadixNode
 from ludus.engines.embedded.model_runner import ROW_BLOCK, Chunk, ModelRunner, RaggedForward
 from ludus.engines.embedded.sampler import GuideState, SamplingRules, StopStrings, TokenDraw, sample, top_tokens
@@ -123,7 +124,8 @@ class SequenceState:
 
 @dataclass(frozen=True, slots=True)
 class Pass:
-    """One forward pass: `rows` sample from the first logits; other sequences of `plan` are scored or prefilled."""
+    """One forward pass: `rows` sample from the first logits, a sequence with a draft from several; other sequences of
+    `plan` are scored or prefilled."""
 
     plan: list[tuple[SequenceState, Chunk]]
     rows: list[SequenceState]
@@ -170,6 +172,7 @@ class SequenceScheduler(ABC):
         self.version = 0
         self.adapter_versions: dict[str, int] = {}
         self.stats = EngineStats()
+        self.drafts = DraftIndex(0)
 
     def version_of(self, adapter: str) -> int:
         return self.adapter_versions.get(adapter, self.version)
@@ -200,8 +203,7 @@ class SequenceScheduler(ABC):
         plan = self._plan()
         passes = self._compute(plan)
         computed = time.perf_counter()
-        for executed in passes:
-            _append_results(executed, self.version_of)
+        num_drawn = sum(_append_results(executed, self.version_of) for executed in passes)
         model_s, sample_s = sum(executed.model_s for executed in passes), sum(executed.sample_s for executed in passes)
         append_s = time.perf_counter() - computed
         prefill = sum(len(chunk.ids) for sequence, chunk in plan if chunk.start < sequence.num_prompt)
@@ -210,8 +212,10 @@ class SequenceScheduler(ABC):
             stats,
             steps=stats.steps + 1,
             prefill_tokens=stats.prefill_tokens + prefill,
-            decode_tokens=stats.decode_tokens + sum(len(executed.rows) for executed in passes),
+            decode_tokens=stats.decode_tokens + num_drawn,
             batch_tokens=stats.batch_tokens + sum(len(chunk.ids) for _, chunk in plan),
+            draft_tokens=stats.draft_tokens + sum(chunk.num_draft for _, chunk in plan),
+            draft_hits=stats.draft_hits + max(0, num_drawn - len({id(s) for x in passes for s in x.rows})),
             evicted_pages=self._cache.num_evicted,
             queue_steps=stats.queue_steps + len(self.waiting),
             running_steps=stats.running_steps + len(self.running),
@@ -273,8 +277,13 @@ class SequenceScheduler(ABC):
         params = [sequence.request.params for sequence in rows]
         if self._rules is None or self._rules[0] != params:  # cached while the same requests sample
             self._rules = params, SamplingRules.of(params, self.runner.vocab_size, self.runner.device)
-        steps = np.array([sequence.num_drawn for sequence in rows], dtype=np.uint64)
-        return sample(logits[: len(rows)], self._rules[1], steps, _guide_mask(rows, self.runner))
+        steps = [sequence.num_drawn for sequence in rows]
+        for i in range(1, len(rows)):
+            if rows[i] is rows[i - 1]:
+                steps[i] = steps[i - 1] + 1
+        return sample(
+            logits[: len(rows)], self._rules[1], np.array(steps, dtype=np.uint64), _guide_mask(rows, self.runner)
+        )
 
     def _admit(self) -> None:
         """Start waiting sequences, oldest first; skip those that wait for a prefix, stop if one does not fit."""
@@ -293,6 +302,7 @@ class SequenceScheduler(ABC):
         sequence.num_computed = sequence.num_committed = num_cached
         self._reserved += sequence.reserved
         self.running.append(sequence)
+        self.drafts.add(sequence.tokens, num_cached)
         self.stats = replace(self.stats, cached_tokens=self.stats.cached_tokens + num_cached)
 
     def _release_slot(self, sequence: SequenceState) -> None:
@@ -303,6 +313,7 @@ class SequenceScheduler(ABC):
 
     def _finish(self, sequence: SequenceState) -> None:
         self._release_slot(sequence)
+        self.drafts.add(sequence.tokens, sequence.num_prompt)
         sequence.done(sequence)
 
     def drop_adapter(self, adapter: str) -> None:
@@ -402,14 +413,27 @@ class BatchScheduler(SequenceScheduler):
     def _plan(self) -> list[tuple[SequenceState, Chunk]]:
         plan: list[tuple[SequenceState, Chunk]] = []
         budget = self._pass_tokens
+        num_decoding = sum(len(s.tokens) - s.num_computed == 1 for s in self.running)
+        num_rest = sum(len(s.tokens) - s.num_computed for s in self.running)
+        share = self.drafts.share(num_decoding, num_rest)
         for sequence in sorted(self.running, key=lambda s: len(s.tokens) - s.num_computed > 1):  # decoding first
             at = sequence.num_computed
             limit = budget if sequence.scores is None else min(budget, SCORE_CHUNK)
             ids = tuple(sequence.tokens[at : at + max(0, limit)])
             if ids:
-                plan.append((sequence, Chunk(ids, at, sequence.slot, sequence.adapter)))
-                budget -= len(ids)
+                draft = self._draft(sequence, min(share, limit - 1)) if at + 1 == len(sequence.tokens) else ()
+                plan.append((sequence, Chunk(ids + draft, at, sequence.slot, sequence.adapter, len(draft))))
+                budget -= len(ids) + len(draft)
         return plan
+
+    def _draft(self, sequence: SequenceState, num: int) -> tuple[int, ...]:
+        """Return a draft of at most `num` tokens and take the pages that it needs."""
+        if sequence.guide is not None or sequence.scores is not None:
+            return ()
+        draft = self.drafts.draft(sequence.tokens, min(num, sequence.limit - len(sequence.logprobs) - 1))
+        while len(sequence.path) * PAGE < len(sequence.tokens) + len(draft):
+            self._take_page(sequence, listed=False)
+        return draft
 
     def _compute(self, plan: list[tuple[SequenceState, Chunk]]) -> list[Pass]:
         """Compute the plan in one pass; if that raises, in one per sequence, so that only the faulty one fails."""
@@ -465,7 +489,8 @@ class BatchScheduler(SequenceScheduler):
 
 
 def _select_rows(plan: list[tuple[SequenceState, Chunk]]) -> tuple[np.ndarray, list[SequenceState]]:
-    """Return the tokens whose logits are needed, and the sequences, with all tokens computed, that sample first."""
+    """Return the tokens whose logits are needed, and the sequences that sample from the first of them: those with all
+    tokens computed, once for each token of a draft and once more."""
     last: list[int] = []
     scored: list[int] = []
     rows: list[SequenceState] = []
@@ -473,34 +498,61 @@ def _select_rows(plan: list[tuple[SequenceState, Chunk]]) -> tuple[np.ndarray, l
     for sequence, chunk in plan:
         if sequence.scores is not None:
             scored.extend(range(at, at + len(chunk.ids)))
-        elif chunk.start + len(chunk.ids) == len(sequence.tokens):
-            last.append(at + len(chunk.ids) - 1)
-            rows.append(sequence)
+        elif chunk.start + len(chunk.ids) - chunk.num_draft == len(sequence.tokens):
+            end = at + len(chunk.ids)
+            last.extend(range(end - chunk.num_draft - 1, end))
+            rows.extend([sequence] * (chunk.num_draft + 1))
         at += len(chunk.ids)
     return np.array([*last, *scored], dtype=np.int64), rows
 
 
-def _append_results(done: Pass, version_of: Callable[[str], int]) -> None:
+def _append_results(done: Pass, version_of: Callable[[str], int]) -> int:
+    """Append the sampled tokens and the scores to the sequences; return the number of tokens appended."""
     for sequence, chunk in done.plan:
         sequence.num_computed += len(chunk.ids)
-    if done.draw is not None:
-        draw = done.draw
-        for sequence, top in zip(done.rows, draw.top, strict=False):  # empty if no row requests them
-            if sequence.request.params.top_logprobs:
-                sequence.top_logprobs.append(top)
-        drawn = (draw.tokens.tolist(), draw.logprobs.tolist(), draw.cut_logprobs.tolist())
-        for sequence, token, logprob, cut in zip(done.rows, *drawn, strict=True):
-            if not math.isfinite(logprob):
-                sequence.fail("The model's logits are not finite.", "Its weights have diverged.")
-                continue
-            try:
-                sequence.add(token, logprob, cut, version_of(sequence.adapter))
-            except Exception as error:  # boundary: guide and tokenizer of this sequence
-                sequence.fail(f"The request failed: {error}")
-    at = len(done.rows)
+    num_drawn = at = 0
+    draw = done.draw
+    drawn: list[tuple[int, float, float]] = []
+    if draw is not None:
+        columns = (draw.tokens.tolist(), draw.logprobs.tolist(), draw.cut_logprobs.tolist())
+        drawn = list(zip(*columns, strict=True))
+    sampling = {id(sequence) for sequence in done.rows}
+    for sequence, chunk in done.plan:
+        if draw is not None and id(sequence) in sampling:
+            end = at + chunk.num_draft + 1
+            num = _append_draws(sequence, chunk, drawn[at:end], draw.top[at:end], version_of(sequence.adapter))
+            sequence.num_computed -= chunk.num_draft + 1 - max(num, 1)
+            num_drawn += num
+            at = end
     for sequence, chunk in done.plan:
         if sequence.scores is not None:
             at += _append_scores(sequence, chunk, done.logits[at : at + len(chunk.ids)])
+    return num_drawn
+
+
+def _append_draws(
+    sequence: SequenceState,
+    chunk: Chunk,
+    drawn: Sequence[tuple[int, float, float]],
+    tops: Sequence[TopLogprobs],
+    version: int,
+) -> int:
+    """Append the sampled tokens, each with its two log-probabilities, up to the first that differs from the chunk's
+    draft; return their number. `tops` is empty if no row requests top log-probabilities."""
+    draft = chunk.ids[len(chunk.ids) - chunk.num_draft :]
+    for i, (token, logprob, cut) in enumerate(drawn):
+        if not math.isfinite(logprob):
+            sequence.fail("The model's logits are not finite.", "Its weights have diverged.")
+            return i
+        if tops and sequence.request.params.top_logprobs:
+            sequence.top_logprobs.append(tops[i])
+        try:
+            sequence.add(token, logprob, cut, version)
+        except Exception as error:  # boundary: guide and tokenizer of this sequence
+            sequence.fail(f"The request failed: {error}")
+        if sequence.finish is not None or i == len(draft) or token != draft[i]:
+            return i + 1
+    return len(drawn)
 
 
 def _guide_mask(rows: list[SequenceState], forward: ModelRunner) -> Tensor | None:

@@ -177,6 +177,7 @@ def engine_settings(config: Config, model: PreTrainedModel) -> EngineSettings:
         max_batch=rollout.concurrency + streams,  # one extra for the weight check
         kv_cache_tokens=config.engine.kv_cache_tokens or rollout.concurrency * (rollout.max_seq_len + PAGE),
         max_requests=config.engine.max_requests,
+        draft_tokens=config.engine.draft_tokens,
         batch_invariant=rollout.reproducible and not streams,
         recompute_on_update=not streams or config.staleness.kv_cache_on_update == "recompute",
         adapter_versions=keeps_adapter_versions(config),
