@@ -254,7 +254,7 @@ class RaggedForward(ModelRunner):
         return np.minimum(pages, self.pool.keys[0].shape[0] - 1)
 
 
-class _ShapeRecorder(Cache):  # type: ignore[misc]
+class _ShapeRecorder(Cache):
     """Cache without storage that records the shape of each layer's keys and values."""
 
     def __init__(self) -> None:

@@ -134,9 +134,10 @@ class AdapterBank:
         for pairs, mask in self._active:
             pair = pairs.get(layer)
             if pair is not None:
-                extra = linear(linear(x.to(pair.down.dtype), pair.down), pair.up) * pair.scaling
-                added = (y + extra).to(y.dtype)  # the own adapters of a 16-bit model have 32 bits, as in PEFT
-                y = added if mask is None else torch.where(mask, added, y)
+                hidden = linear(x, pair.down.to(x.dtype))  # the own adapters of a 16-bit model have 32 bits
+                hidden = hidden if mask is None else hidden * mask
+                rows = y.view(-1, y.shape[-1])
+                rows.addmm_(hidden.view(len(rows), -1), pair.up.to(x.dtype).t(), alpha=pair.scaling)
         return y
 
 
@@ -179,7 +180,7 @@ def lora_layers(model: nn.Module) -> Iterator[tuple[str, LowRank]]:
         if not isinstance(module, BaseTunerLayer):
             continue
         active = module.active_adapters
-        plain = type(module) is Linear and len(active) == 1 and not module.lora_variant
+        plain = isinstance(module, Linear) and len(active) == 1 and not module.lora_variant
         if not plain or name.endswith("lm_head"):
             raise UserError(
                 f"The embedded engine supports only plain LoRA of linear layers; {name} differs.",

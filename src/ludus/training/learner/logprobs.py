@@ -159,6 +159,10 @@ class LogprobScorer:
         self._layers = checkpointable_layers(self.model) if self.recompute else []
         prefix_packing.register()
         use_onednn(self.model)
+        if is_peft(self.model):
+            from ludus.training.learner.fused_lora import fuse_lora
+
+            fuse_lora(self.model)
         self._body = _body(self.model)
         head = self.model.get_output_embeddings()
         self._head: nn.Linear | None = head if type(head) in (nn.Linear, OneDnnLinear) else None
