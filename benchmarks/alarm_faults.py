@@ -14,8 +14,8 @@ from ludus.algorithms.algorithm import AdvantageSpec, Need
 from ludus.algorithms.tensors import float_dtype, groups_to_compare, per_action
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import LocalEngine
-from ludus.envs.messages import assistant
 from ludus.envs.tool_env import ToolEnv, ToolLimits
+from ludus.envs.tool_world import assistant
 from ludus.tools.base import Tool, ToolError
 from ludus.training.run.session import TrainingSession, local_engine
 from ludus.types import Action, Completion, Group, Message, StepResult

@@ -24,8 +24,7 @@ from learning import by_task, cells, over_seeds
 from long_episodes import evaluate, gap, last, ludus
 from ludus.api import configuration
 from ludus.diagnostics.trackers import read_metrics
-from ludus.envs.messages import assistant, tool_turn
-from ludus.envs.tool_world import Dialogue
+from ludus.envs.tool_world import Dialogue, assistant, tool_turn
 from ludus.evaluation.evaluate import Evaluation
 from ludus.evaluation.stats import paired_difference
 from ludus.recipes import recipe_folder

@@ -27,10 +27,9 @@ from typing import Any, NamedTuple
 
 import ludus
 from ludus.api import Evaluated, Run
-from ludus.envs.messages import assistant
 from ludus.envs.simulator_world import Observation, Simulator, SimulatorWorld, make_task
 from ludus.envs.tool_env import ToolLimits
-from ludus.envs.tool_world import ToolWorld
+from ludus.envs.tool_world import ToolWorld, assistant
 from ludus.rewards.base import Reward
 from ludus.types import Message, Task, Trajectory
 

@@ -8,8 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from ludus.envs.messages import assistant, tool_turn
-from ludus.envs.tool_world import Dialogue
+from ludus.envs.tool_world import Dialogue, assistant, tool_turn
 from ludus.evaluation.evaluate import Evaluation, EvaluationPlan
 from ludus.training.datasets.files import read_dialogues
 from ludus.worlds.search.questions import Hop, SearchQuestion

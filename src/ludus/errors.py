@@ -7,7 +7,7 @@ failed part: 2 user input or storage, 3 engine, 4 environment, 5 learner, 6 weig
 from __future__ import annotations
 
 import difflib
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 _LONGEST_NAME = 200
 """Maximum number of characters of a name to compare: the time grows with the product of both lengths."""
@@ -93,6 +93,12 @@ class StorageError(LudusError):
 
     exit_code = 2
     part = "storage"
+
+
+def reject_combination(text: str, cases: Mapping[str, object]) -> None:
+    """Raise ConfigError if a case applies; the name of the first one replaces `{}` in the message."""
+    if name := next((name for name, applies in cases.items() if applies), ""):
+        raise ConfigError(text.replace("{}", name), "Unset one of them.")
 
 
 def nearest_names(wrong: str, known: Iterable[str], cutoff: float = 0.6) -> list[str]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
@@ -30,6 +30,8 @@ from typing import Final, Literal, NamedTuple, Required, TypedDict, TypeVar
 
 JSON = None | bool | int | float | str | list["JSON"] | dict[str, "JSON"]
 _T = TypeVar("_T", str, float)
+_K = TypeVar("_K", bound=Hashable)
+_Item = TypeVar("_Item")
 
 
 class StopReason(StrEnum):
@@ -576,6 +578,14 @@ class Path(NamedTuple):
 def role_of_agent(name: str) -> str:
     """Return the role of an agent: its name up to a slash."""
     return name.partition("/")[0]
+
+
+def grouped(items: Iterable[_Item], key: Callable[[_Item], _K]) -> dict[_K, list[_Item]]:
+    """Return the items by key, in the order of first occurrence."""
+    groups: dict[_K, list[_Item]] = {}
+    for item in items:
+        groups.setdefault(key(item), []).append(item)
+    return groups
 
 
 def _select(values: tuple[_T, ...], indices: Sequence[int]) -> tuple[_T, ...]:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from ludus.config.load import load_config
-from ludus.config.quick import quick_cuts
+from ludus.config.pipeline import quick_cuts
 from ludus.evaluation.evaluate import load_evaluation, plans, plans_before
 from ludus.recipes import list_recipes
 from ludus.training.run.preflight import model_path

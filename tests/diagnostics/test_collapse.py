@@ -9,11 +9,10 @@ import pytest
 
 from ludus.algorithms.spec.resolve import PRESETS
 from ludus.diagnostics.alarms import find_alarms
-from ludus.diagnostics.collapse import collapse_metrics
 from ludus.rollouts.ledger import RolloutKey
 from ludus.rollouts.scheduler import Episode
 from ludus.training.credit.advantages import assign_credit, training_rows
-from ludus.training.rl.sample_metrics import CollapseScoring
+from ludus.training.rl.sample_metrics import CollapseScoring, collapse_metrics
 from ludus.types import Segment, StopReason, Task, Trajectory
 from tests.training.learner.test_learner import learner, tiny_model
 

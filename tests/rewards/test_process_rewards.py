@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from ludus.config.load import config_from_toml, load_config
-from ludus.config.sections.parts.process import ProcessConfig
+from ludus.config.sections.parts.terms import ProcessConfig
 from ludus.config.sections.rewards import RewardsConfig
 from ludus.config.toml import to_toml
 from ludus.envs.registry import build_world

@@ -13,7 +13,7 @@ from ludus.config.sections.rewards import PartConfig
 from ludus.errors import ConfigError, UserError
 from ludus.rewards.registry import named_part
 from ludus.rewards.tool_results import Necessity, read_necessity, used_results, write_necessity
-from ludus.rewards.unsupervised import (
+from ludus.training.collection.rewards.unsupervised_rewards import (
     answer_key,
     confidence_gain,
     confidence_stages,

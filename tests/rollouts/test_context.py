@@ -7,8 +7,8 @@ import pytest
 from ludus.algorithms.spec.resolve import PRESETS
 from ludus.config.schema import Config
 from ludus.config.sections.rollout import ContextConfig, RolloutConfig
-from ludus.envs.messages import SUMMARY
 from ludus.envs.registry import build_world
+from ludus.envs.tool_world import SUMMARY
 from ludus.errors import ConfigError
 from ludus.rollouts.dialogues.context import DROPPED, ManagedChatSession, drop_outputs, last_turns
 from ludus.rollouts.episode import run_episode

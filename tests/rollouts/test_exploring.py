@@ -17,7 +17,7 @@ from ludus.algorithms.tensors import TokenBatch
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.engines.base import Request
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
-from ludus.envs.messages import assistant
+from ludus.envs.tool_world import assistant
 from ludus.rollouts.dialogues.exploring import (
     ExploringChatSession,
     FirstTurns,

@@ -17,10 +17,20 @@ from ludus.evaluation.evaluate import EvaluationPlan
 from ludus.evaluation.search import likelihood, majority, measure_search
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts, write_rollouts
-from ludus.rollouts.search.critic import parse_ranking
-from ludus.rollouts.search.mcts import SearchBudget, SearchResult, TreeSearch, outcome_selector
-from ludus.rollouts.search.tree import SearchNode, action_value, back_up, insert_episode, rank_scores, ucb1
-from ludus.training.preference.tree_search import pairs_of_tree, search_metrics
+from ludus.rollouts.tree_search import (
+    SearchBudget,
+    SearchNode,
+    SearchResult,
+    TreeSearch,
+    action_value,
+    back_up,
+    insert_episode,
+    outcome_selector,
+    parse_ranking,
+    rank_scores,
+    ucb1,
+)
+from ludus.training.preference.pairs import pairs_of_tree, search_metrics
 from ludus.types import Message, Segment, StopReason, Trajectory
 from small_worlds import RecordingWorld, call, make_requests, make_scheduler, scripted, tokenizer
 

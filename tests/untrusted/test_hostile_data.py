@@ -25,8 +25,8 @@ from ludus.sandbox.remote import client as sandbox_client
 from ludus.sandbox.remote.client import FusionSandbox, PistonSandbox, RemoteSandbox
 from ludus.tools.mcp.client import ServedTool
 from ludus.types import Action, ToolCall, ToolStatus
-from ludus.untrusted import replies, worker
-from ludus.untrusted.replies import bounded_client
+from ludus.untrusted import json_client, worker
+from ludus.untrusted.json_client import bounded_client
 from ludus.untrusted.worker import LimitExceeded, call_bounded
 from ludus.worlds.code import guest_runner
 from ludus.worlds.code.grader import CodeGrader, CodeTruth, TestCase, read_value, same_value, shorten
@@ -360,7 +360,7 @@ MUCH = 50_000_000
 
 @pytest.mark.parametrize("ask", CLIENTS.values(), ids=CLIENTS)
 def test_no_client_reads_a_reply_without_an_end(ask, monkeypatch):
-    monkeypatch.setattr(replies, "MAX_BYTES", 1_000_000)
+    monkeypatch.setattr(json_client, "MAX_BYTES", 1_000_000)
     monkeypatch.setattr(sandbox_client.RemoteSandbox, "max_bytes", 1_000_000)
     error, sent = asyncio.run(asked_of_a_server_that_never_ends(ask))
     assert "the response has more than 1000000 bytes" in str(error)

@@ -11,9 +11,8 @@ from ludus.chat.render import TemplateRenderer
 from ludus.chat.tokenizer import train_tokenizer
 from ludus.config.load import load_config
 from ludus.config.sections.rollout import ContextConfig, RolloutConfig
-from ludus.envs.messages import SUMMARY
 from ludus.envs.tool_env import ToolLimits
-from ludus.envs.tool_world import Dialogue
+from ludus.envs.tool_world import SUMMARY, Dialogue
 from ludus.errors import ConfigError
 from ludus.rollouts.dialogues.context import ManagedChatSession
 from ludus.rollouts.episode import EngineChatSession, run_episode

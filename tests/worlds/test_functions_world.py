@@ -19,10 +19,10 @@ from generators.reports.shared import variety
 
 from ludus.config.load import load_config
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
-from ludus.envs.messages import calling_message
 from ludus.envs.registry import build_world
 from ludus.envs.task_archive import SPLITS, open_archive, read_lines
 from ludus.envs.tool_env import ToolLimits
+from ludus.envs.tool_world import calling_message
 from ludus.errors import ConfigError, UserError
 from ludus.recipes import recipe_folder
 from ludus.rewards.base import check_rewards, score, success

@@ -19,8 +19,7 @@ from ludus.rollouts.ledger import RolloutKey
 from ludus.rollouts.scheduler import Episode
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.rl.validate import check_roles
-from ludus.worlds.proposals.programs import Problem, is_pure
-from ludus.worlds.proposals.repetition import bleu, cluster_shares
+from ludus.worlds.proposals.programs import Problem, bleu, cluster_shares, is_pure
 from ludus.worlds.proposals.world import make_proposals_world
 from small_worlds import in_order, make_chat, scripted
 

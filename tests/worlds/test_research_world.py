@@ -14,10 +14,10 @@ from chat_families import byte_level
 from ludus.chat.render import TemplateRenderer, control_ids
 from ludus.config import load_config
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
-from ludus.envs.messages import assistant, calling_message
 from ludus.envs.registry import build_world
 from ludus.envs.task_archive import SPLITS
 from ludus.envs.tool_env import ToolLimits
+from ludus.envs.tool_world import assistant, calling_message
 from ludus.errors import ConfigError
 from ludus.evaluation.env_audit import CheckPlan, check_world, run_agent
 from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of

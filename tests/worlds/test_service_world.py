@@ -10,8 +10,8 @@ import pytest
 from chat_server import Reply, serving
 from chat_server import say as server_say
 from ludus.config.sections.rollout import RolloutConfig
-from ludus.envs.messages import assistant, tool_turn
 from ludus.envs.tool_env import ToolLimits
+from ludus.envs.tool_world import assistant, tool_turn
 from ludus.errors import ConfigError, EngineError
 from ludus.evaluation.scripted_agents import ScriptedChatSession, actions_of
 from ludus.rewards.base import score, success

@@ -18,8 +18,15 @@ from ludus.evaluation.scripted_agents import Agent, AgentKind, actions_of
 from ludus.recipes import recipe_folder
 from ludus.worlds.shop.catalogue import Product, catalogue, catalogue_data
 from ludus.worlds.shop.pages import as_document, as_html, as_text, item_page, results_page
-from ludus.worlds.shop.session import ShopGoal, ShopSession, expert_turns, purchase_score, type_factor
-from ludus.worlds.shop.tasks import SHAPES, is_held_out
+from ludus.worlds.shop.session import (
+    SHAPES,
+    ShopGoal,
+    ShopSession,
+    expert_turns,
+    is_held_out,
+    purchase_score,
+    type_factor,
+)
 from ludus.worlds.shop.world import MAX_EXPERT_TURNS, _endless_goals, _task, make_shop_world
 
 WORLD = make_shop_world({"num_tasks": 200}, ToolLimits())
@@ -355,7 +362,7 @@ def test_settings_are_checked_and_select_tasks():
 
 
 def test_too_few_distinct_instructions_are_an_error(monkeypatch):
-    monkeypatch.setattr("ludus.worlds.shop.tasks.MAX_REPEATED", 1)
+    monkeypatch.setattr("ludus.worlds.shop.session.MAX_REPEATED", 1)
     with pytest.raises(ConfigError, match="has only"):
         make_shop_world({"categories": ["drinks"], "levels": [1], "num_tasks": 1000}, ToolLimits())
 

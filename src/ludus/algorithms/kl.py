@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Literal
 
-from ludus.algorithms.tensors import Tensor, check_shapes, clamped_ratio, select, torch
+from ludus.algorithms.tensors import Tensor, check_per_row, check_shapes, clamped_ratio, select, torch
 from ludus.config.schema import Config
 from ludus.config.sections.algorithm import KLControlConfig
 from ludus.errors import ConfigError, LearnerError
@@ -97,8 +97,7 @@ def penalised_rewards(*, rewards: Tensor, kl: Tensor, mask: Tensor, coef: float)
     `rewards` [N], `kl` and `mask` [N, L]. Applied before groups are normalised; no gradient flows.
     """
     check_shapes(mask, kl=kl)
-    if rewards.shape != mask.shape[:1]:
-        raise ValueError(f"rewards must be [{mask.shape[0]}], not {list(rewards.shape)}")
+    check_per_row(mask, rewards=rewards)
     total = select(kl.detach(), mask).sum(1)
     return rewards.detach() - (coef * total).to(rewards.device, rewards.dtype)
 

@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from functools import partial
 from typing import TypedDict, Unpack
 
-from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
+from ludus.algorithms.tensors import Tensor, check_per_row, check_shapes, select, torch
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +250,7 @@ def _margin(beta: float, pair: PairInputs) -> Tensor:
 
 
 def _check_desirable(desirable: Tensor, mask: Tensor) -> None:
-    if desirable.shape != mask.shape[:1]:
-        raise ValueError(f"desirable must be [{mask.shape[0]}], not {list(desirable.shape)}")
+    check_per_row(mask, desirable=desirable)
 
 
 def _constant(value: Tensor | float) -> Tensor | float:

@@ -141,6 +141,13 @@ def check_rows(num_rows: int, mask: Tensor) -> None:
         raise ValueError(f"mask must be [{num_rows}, L], not {list(mask.shape)}")
 
 
+def check_per_row(mask: Tensor, **tensors: Tensor) -> None:
+    """Raise ValueError unless every tensor is [N], one value for each row of `mask`."""
+    for name, tensor in tensors.items():
+        if tensor.shape != mask.shape[:1]:
+            raise ValueError(f"{name} must be [{mask.shape[0]}], not {list(tensor.shape)}")
+
+
 def check_share(name: str, value: float) -> None:
     """Raise ValueError unless `value` is above 0 and at most 1."""
     if not 0 < value <= 1:
@@ -151,8 +158,7 @@ def check_group(group: Tensor | None, mask: Tensor) -> None:
     """Raise ValueError unless `group` is None or [N] integers; for advantages without comparison groups."""
     if group is None:
         return
-    if group.shape != mask.shape[:1]:
-        raise ValueError(f"group must be [{mask.shape[0]}], not {list(group.shape)}")
+    check_per_row(mask, group=group)
     if group.is_floating_point():
         raise ValueError("group must hold integers")
 
@@ -162,8 +168,7 @@ def numbers(name: str, values: Tensor, mask: Tensor) -> Tensor:
 
     Raises ValueError if they are not [N], or not finite (naming the row).
     """
-    if values.shape != mask.shape[:1]:
-        raise ValueError(f"{name} must be [{mask.shape[0]}], not {list(values.shape)}")
+    check_per_row(mask, **{name: values})
     return _finite(name, values.detach().to(mask.device).double())
 
 

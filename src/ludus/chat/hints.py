@@ -15,10 +15,10 @@ def continuation(messages: Sequence[Message], prompt: Sequence[Message]) -> Sequ
     return messages[len(prompt) :] if tuple(messages[: len(prompt)]) == tuple(prompt) else messages
 
 
-def first_messages(attempt: Trajectory) -> tuple[Message, ...]:
-    """Return the messages of an attempt before the policy's first one."""
-    first = next((i for i, one in enumerate(attempt.messages) if one["role"] == "assistant"), len(attempt.messages))
-    return attempt.messages[:first]
+def split_at_action(messages: Sequence[Message]) -> tuple[Sequence[Message], Sequence[Message]]:
+    """Return the messages before the policy's first one, and the others."""
+    first = next((i for i, one in enumerate(messages) if one["role"] == "assistant"), len(messages))
+    return messages[:first], messages[first:]
 
 
 def with_text(messages: Sequence[Message], text: str) -> list[Message]:
@@ -28,6 +28,12 @@ def with_text(messages: Sequence[Message], text: str) -> list[Message]:
         return [*messages, Message(role="user", content=text)]
     shown = Message(**{**messages[last], "content": f"{messages[last]['content']}\n\n{text}"})
     return [*messages[:last], shown, *messages[last + 1 :]]
+
+
+def full_text(message: Message) -> str:
+    """Return the reasoning, the text and the arguments of the calls of a message."""
+    arguments = (call["function"]["arguments"] for call in message.get("tool_calls") or ())
+    return " ".join((message.get("reasoning_content", ""), message.get("content") or "", *arguments))
 
 
 def describe_dialogue(messages: Sequence[Message]) -> str:

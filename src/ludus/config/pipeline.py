@@ -11,13 +11,16 @@ Relative paths in the file are relative to its folder.
 from __future__ import annotations
 
 import tomllib
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Literal, get_args
 
-from ludus.config.load import setting_words
+from ludus.config.load import apply_overrides, setting_words
 from ludus.config.paths import resolve_paths
+from ludus.config.schema import Config
+from ludus.config.toml import ChangedSetting
 from ludus.errors import ConfigError, nearest_names
 
 StageKind = Literal["sft", "rft", "preference", "reward-model", "rl"]
@@ -84,3 +87,25 @@ def _find_errors(table: object, number: int) -> Iterator[str]:
     elif number > 1 and isinstance(model := settings.get("model", {}), dict):
         for key in sorted(model.keys() & {"path", "from_scratch"}):
             yield f"Stage {number} sets model.{key}, but it starts from the checkpoint of the previous stage."
+
+
+def quick_cuts(kind: StageKind, config: Config, overrides: Sequence[str]) -> list[ChangedSetting]:
+    """Return the settings of a run that are lowered: those above the table, unless they are among `overrides`."""
+    explicit: dict[str, object] = {}
+    apply_overrides(explicit, overrides)
+    table = tomllib.loads((resources.files("ludus.recipes") / "quick.toml").read_text("utf-8"))
+    sections = ["training" if kind == "rl" else kind.replace("-", "_")]
+    sections += ["evaluation"] * (kind in ("rl", "rft")) + ["sft"] * (kind == "rl" and config.model.from_scratch)
+    values, cuts = config.model_dump(), []
+    for section in sections:
+        own = explicit.get(section)
+        for name, most in table[section].items():
+            old = values[section][name]
+            if not (isinstance(own, dict) and name in own) and (old is None or old > most):
+                cuts.append(ChangedSetting(f"{section}.{name}", old, most))
+    return cuts
+
+
+def describe_cuts(cuts: Sequence[ChangedSetting]) -> str:
+    """Return the line that names the lowered settings."""
+    return f"Quick: {', '.join(map(str, cuts)) or 'nothing to lower'}"

@@ -15,6 +15,7 @@ from itertools import pairwise
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
+from ludus.chat.hints import full_text
 from ludus.types import FunctionCall, Message, Trajectory
 
 _NGRAM = 8
@@ -78,12 +79,6 @@ def _calls(message: Message) -> list[FunctionCall]:
     return [call["function"] for call in message.get("tool_calls") or []]
 
 
-def message_text(message: Message) -> str:
-    """Return reasoning, content and arguments of calls."""
-    arguments = (call["arguments"] for call in _calls(message))
-    return " ".join((message.get("reasoning_content", ""), message.get("content") or "", *arguments))
-
-
 def used_results(messages: Sequence[Message]) -> list[bool | None]:
     """Return for each tool message whether a new word of it occurs in a later assistant message.
 
@@ -93,7 +88,7 @@ def used_results(messages: Sequence[Message]) -> list[bool | None]:
     waiting: dict[int, set[str]] = {}
     used: list[bool | None] = []
     for message in messages:
-        words = set(_WORD.findall(message_text(message)))
+        words = set(_WORD.findall(full_text(message)))
         if message["role"] == "tool":
             new = words - known
             used.append(False if new else None)
@@ -108,9 +103,9 @@ def used_results(messages: Sequence[Message]) -> list[bool | None]:
 
 def _foreign_letters(messages: Sequence[Message]) -> list[bool]:
     """Return for each letter of the assistant whether its script occurs in no message of others; ASCII never counts."""
-    others = "".join(message_text(message) for message in messages if message["role"] != "assistant")
+    others = "".join(full_text(message) for message in messages if message["role"] != "assistant")
     scripts = {_script(letter) for letter in set(others) if letter.isalpha()} | {_script("a")}
-    own = "".join(message_text(message) for message in messages if message["role"] == "assistant")
+    own = "".join(full_text(message) for message in messages if message["role"] == "assistant")
     return [not letter.isascii() and _script(letter) not in scripts for letter in own if letter.isalpha()]
 
 

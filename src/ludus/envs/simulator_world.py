@@ -20,12 +20,11 @@ from dataclasses import dataclass, field
 from typing import Final, NamedTuple, TypeVar
 
 from ludus.envs.base import Environment, World
-from ludus.envs.messages import assistant
-from ludus.envs.tool_world import Dialogue, split_of
+from ludus.envs.tool_world import Dialogue, assistant, split_of
 from ludus.images import IMAGE_MARK, image_url
 from ludus.rewards.base import Reward
 from ludus.rewards.extract import last_output
-from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory
+from ludus.types import Action, Message, StepResult, Task, ToolOutcome, ToolStatus, Trajectory, grouped
 
 T = TypeVar("T")
 
@@ -240,9 +239,8 @@ class SimulatorWorld(World):
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """Yield the expert's episodes on training tasks, with random actions in between; families in equal parts."""
-        rng, families = random.Random(f"demonstrations:{self.name}:{seed}"), dict[str, list[Task]]()
-        for task in self.task_lists["train"]:
-            families.setdefault(task.tags.get("family", ""), []).append(task)
+        rng = random.Random(f"demonstrations:{self.name}:{seed}")
+        families = grouped(self.task_lists["train"], lambda task: task.tags.get("family", ""))
         while self.has_expert:
             task = rng.choice(families[rng.choice(list(families))])
             shown = play_expert(task, self.make(task), rng, self.flaw, flaws_train=self.flaws_train)

@@ -1,18 +1,56 @@
-"""`ToolWorld`, a world defined by tasks by split, tools and rewards."""
+"""`ToolWorld`, a world defined by tasks by split, tools and rewards, and messages of dialogues."""
 
 from __future__ import annotations
 
 import asyncio
+import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from ludus.envs.base import World, defines
-from ludus.envs.messages import tool_turn
 from ludus.envs.tool_env import Resource, ToolEnv, ToolLimits, as_text
 from ludus.errors import UserError, did_you_mean
 from ludus.rewards.base import Reward
 from ludus.tools.base import Tool
-from ludus.types import JSON, DataClass, Message, Task
+from ludus.types import JSON, DataClass, FunctionCall, Message, MessageToolCall, Task
+
+SUMMARY = "Summary of the work so far:\n"
+"""Start of the message with a summary."""
+
+
+def assistant(text: str) -> Message:
+    """Return an assistant message without a tool call."""
+    return Message(role="assistant", content=text)
+
+
+def summary_message(summary: str) -> Message:
+    """Return the message with which a rewritten dialogue continues after the first messages."""
+    return Message(role="user", content=SUMMARY + summary.strip())
+
+
+def tool_call(call_id: str, tool: str, arguments: Mapping[str, JSON]) -> MessageToolCall:
+    """Return a tool call with its arguments as JSON text."""
+    text = json.dumps(dict(arguments), ensure_ascii=False)
+    return MessageToolCall(id=call_id, type="function", function=FunctionCall(name=tool, arguments=text))
+
+
+def calling_message(
+    turn: int, tool: str, arguments: Mapping[str, JSON], *, content: str = "", reasoning: str = ""
+) -> Message:
+    """Return an assistant message with one tool call, whose id is `call_{turn}_0`."""
+    message = Message(role="assistant", content=content)
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    message["tool_calls"] = [tool_call(f"call_{turn}_0", tool, arguments)]
+    return message
+
+
+def tool_turn(
+    turn: int, tool: str, arguments: Mapping[str, JSON], output: str, *, content: str = "", reasoning: str = ""
+) -> tuple[Message, Message]:
+    """Return an assistant message with one tool call, and the tool message with its output."""
+    call = calling_message(turn, tool, arguments, content=content, reasoning=reasoning)
+    return call, Message(role="tool", content=output, tool_call_id=f"call_{turn}_0", name=tool)
 
 
 @dataclass(frozen=True, slots=True)

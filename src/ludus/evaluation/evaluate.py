@@ -24,7 +24,7 @@ from ludus.rewards.base import Reward, success
 from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
 from ludus.rollouts.rollout_files import RolloutRecord, replaced_file, rollout_line, write_rollouts
 from ludus.rollouts.scheduler import Episode, RolloutRequest, Scheduler
-from ludus.types import WORLD_TAG, StopReason, Task, Trajectory
+from ludus.types import WORLD_TAG, StopReason, Task, Trajectory, grouped
 
 log = logging.getLogger(__name__)
 
@@ -321,15 +321,19 @@ def summarise(
     )
 
 
+def best_attempt(attempts: Sequence[Trajectory], scores: Sequence[float]) -> Trajectory:
+    """Return the attempt with the largest score; ties go to the first."""
+    return max(zip(attempts, scores, strict=True), key=lambda one: one[1])[0]
+
+
 def successes_of_best(
     result: Evaluation, trajectories: Sequence[Trajectory], scores: Sequence[float], rewards: Sequence[Reward]
 ) -> tuple[int, ...]:
-    """Return the success of the attempt with the largest score at each task of `result`; ties go to the first."""
-    best: dict[str, tuple[float, Trajectory]] = {}
-    for trajectory, score in zip(trajectories, scores, strict=True):
-        if trajectory.task_id not in best or score > best[trajectory.task_id][0]:
-            best[trajectory.task_id] = score, trajectory
-    return tuple(int(success(rewards, best[task_id][1])) for task_id in result.task_ids)
+    """Return the success of the best attempt at each task of `result`."""
+    by_task = grouped(zip(trajectories, scores, strict=True), lambda one: one[0].task_id)
+    groups = (by_task[task_id] for task_id in result.task_ids)
+    best = (best_attempt([one for one, _ in group], [score for _, score in group]) for group in groups)
+    return tuple(int(success(rewards, one)) for one in best)
 
 
 def save_evaluation(folder: Path, result: Evaluation, episodes: Sequence[Episode], name: str | None = None) -> Path:

@@ -23,7 +23,7 @@ from ludus.evaluation.evaluate import Evaluation
 from ludus.evaluation.stats import PairedDifference, paired_difference
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.rollout_files import RolloutRecord
-from ludus.types import StopReason, ToolStatus
+from ludus.types import StopReason, ToolStatus, grouped
 
 Severity = Literal["fault", "warn", "note"]
 SEVERITIES: Final[tuple[Severity, ...]] = ("fault", "warn", "note")
@@ -48,11 +48,8 @@ class RunData:
     @property
     def groups(self) -> list[list[RolloutRecord]]:
         """The finished rollouts by step and task."""
-        found: dict[tuple[int, str], list[RolloutRecord]] = defaultdict(list)
-        for record in self.records:
-            if record.outcome is not RolloutOutcome.FAILED:
-                found[record.step, record.group].append(record)
-        return list(found.values())
+        finished = (record for record in self.records if record.outcome is not RolloutOutcome.FAILED)
+        return list(grouped(finished, lambda record: (record.step, record.group)).values())
 
     def recent(self, name: str) -> list[float]:
         """Return the last values of a metric, at most `_RECENT`."""
@@ -120,11 +117,9 @@ def check_agents(run: RunData) -> Iterator[Finding]:
 
 def check_tools(run: RunData) -> Iterator[Finding]:
     """Find tools whose calls all fail, with their most frequent error."""
-    calls = defaultdict(list)
-    for outcome in (outcome for record in run.records for outcome in record.trajectory.outcomes):
-        if outcome.status is not ToolStatus.MALFORMED:
-            calls[outcome.tool].append(outcome)
-    for tool, outcomes in sorted(calls.items()):
+    calls = (outcome for record in run.records for outcome in record.trajectory.outcomes)
+    known = (outcome for outcome in calls if outcome.status is not ToolStatus.MALFORMED)
+    for tool, outcomes in sorted(grouped(known, lambda outcome: outcome.tool).items()):
         if len(outcomes) >= 5 and all(outcome.status is not ToolStatus.OK for outcome in outcomes):
             errors = Counter(outcome.output.strip().partition("\n")[0][:120].rstrip(".") for outcome in outcomes)
             own = mean([outcome.status in (ToolStatus.RAISED, ToolStatus.TIMED_OUT) for outcome in outcomes]) > _LARGE
@@ -285,9 +280,8 @@ def check_alarms(run: RunData) -> Iterator[Finding]:
 
 def _before_and_after(evaluations: Sequence[Evaluation]) -> Iterator[tuple[Evaluation, Evaluation]]:
     """Yield the first and the last evaluation of each split, temperature and number of samples."""
-    found: dict[tuple[str, float, int], list[Evaluation]] = defaultdict(list)
-    for one in sorted(evaluations, key=lambda one: one.plan.step):
-        found[one.plan.split, one.plan.temperature, one.plan.samples].append(one)
+    ordered = sorted(evaluations, key=lambda one: one.plan.step)
+    found = grouped(ordered, lambda one: (one.plan.split, one.plan.temperature, one.plan.samples))
     return ((own[0], own[-1]) for own in found.values() if len(own) > 1)
 
 

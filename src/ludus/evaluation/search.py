@@ -1,7 +1,7 @@
 """Search as a decoding strategy, compared with independent attempts at equal sampled tokens.
 
 Each task has the attempts of an ordinary evaluation. A selector chooses one of them (best of N), or one of the episodes
-of a tree with as many sampled tokens as all of these attempts have (`ludus.rollouts.search`).
+of a tree with as many sampled tokens as all of these attempts have (`ludus.rollouts.tree_search`).
 """
 
 from __future__ import annotations
@@ -14,14 +14,21 @@ from dataclasses import dataclass, replace
 from ludus.chat.render import decode_exactly
 from ludus.config.sections.tree_search import DecodingSearchConfig, SelectorName
 from ludus.diagnostics.metrics import mean
-from ludus.evaluation.evaluate import EvaluationPlan
+from ludus.evaluation.evaluate import EvaluationPlan, best_attempt
 from ludus.evaluation.probes.common import Cell, ProbeReport, answer_key, check_tasks_suffice, compared, succeeded
 from ludus.rollouts.ledger import RolloutKey
 from ludus.rollouts.scheduler import ChatSessionFactory, Episode, RolloutRequest, Scheduler
-from ludus.rollouts.search.critic import SelfCritique, token_session
-from ludus.rollouts.search.mcts import SearchBudget, Selector, TreeSearch, check_searchable, outcome_selector
+from ludus.rollouts.tree_search import (
+    SearchBudget,
+    Selector,
+    SelfCritique,
+    TreeSearch,
+    check_searchable,
+    outcome_selector,
+    token_session,
+)
 from ludus.rollouts.trees import RunPath, mean_surprisal
-from ludus.types import Segment, Trajectory
+from ludus.types import Segment, Trajectory, grouped
 
 
 async def majority(request: RolloutRequest, attempts: Sequence[Trajectory]) -> list[float]:
@@ -96,9 +103,8 @@ async def measure_search(
     `episodes` are those of the evaluation of `plan`; `make` returns a new scheduler with its sampling. Raises UserError
     for fewer than 2 tasks, and ConfigError for a world whose agents run the episodes.
     """
-    attempts: dict[str, list[Trajectory]] = {}
-    for episode in episodes:
-        attempts.setdefault(episode.task.id, []).append(episode.trajectory)
+    by_task = grouped(episodes, lambda one: one.task.id)
+    attempts = {task: [one.trajectory for one in own] for task, own in by_task.items()}
     check_tasks_suffice(list(attempts))
     tasks = {episode.task.id: episode.task for episode in episodes}
     requests = [RolloutRequest(RolloutKey(plan.step, task.id, 0), task) for task in tasks.values()]
@@ -135,7 +141,7 @@ async def _best_of_n(
     async def choose(request: RolloutRequest, run_path: RunPath) -> Trajectory:
         found = [one for one in attempts[request.task.id] if one.failure is None]
         scores = await selector(request, found) if found else ()
-        return found[scores.index(max(scores))] if found else attempts[request.task.id][0]
+        return best_attempt(found, scores) if found else attempts[request.task.id][0]
 
     selected = await replace(scheduler, search=choose).run(requests)
     sizes = {task: len(found) for task, found in attempts.items()}

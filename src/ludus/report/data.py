@@ -28,7 +28,7 @@ from ludus.evaluation.run_findings import Finding, RunData, examine_run
 from ludus.evaluation.tables import ReportTable, format_rate, format_sampling, format_success
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
 from ludus.training.run.run_dir import Kind, RunFolder, is_running, kind_of, recipe_of
-from ludus.types import ToolStatus
+from ludus.types import ToolStatus, grouped
 
 STEPS: Final = 5
 """Steps whose rollouts are read, at each end of a run."""
@@ -70,11 +70,8 @@ class ReportedRun:
 
     def series(self) -> dict[str, list[StoredEvaluation]]:
         """Return the evaluations of the run's own weights by split and sampling, in the order of steps."""
-        found: dict[str, list[StoredEvaluation]] = {}
-        for one in sorted(self.evaluations, key=lambda one: one.result.plan.step):
-            if not one.result.plan.policy:
-                found.setdefault(sampling(one.result), []).append(one)
-        return found
+        own = (one for one in self.evaluations if not one.result.plan.policy)
+        return grouped(sorted(own, key=lambda one: one.result.plan.step), lambda one: sampling(one.result))
 
     @property
     def missing(self) -> list[str]:

@@ -20,7 +20,7 @@ from ludus.report.data import NUMBERS, ReportedRun
 from ludus.report.svg import BOX, POINTS, Chart, Drawn, downsample, histogram, line_chart, style
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
-from ludus.types import Message
+from ludus.types import Message, grouped
 
 _FOLDED_POINTS: Final = 120
 _SHORT: Final = 600
@@ -32,10 +32,7 @@ Groups = Sequence[Sequence[ReportedRun]]
 
 def render(runs: Sequence[ReportedRun]) -> str:
     """Return the page."""
-    by_group: dict[object, list[ReportedRun]] = {}
-    for run in runs:
-        by_group.setdefault(run.group, []).append(run)
-    groups = list(by_group.values())
+    groups = list(grouped(runs, lambda run: run.group).values())
     names = ("report.html", "report.css", "report.js", "panels.toml")
     page, css, script, panels = (resources.files(__package__).joinpath(name).read_text("utf-8") for name in names)
     template = Environment(autoescape=True, trim_blocks=True, lstrip_blocks=True).from_string(page)

@@ -13,9 +13,10 @@ from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
+from ludus.chat.hints import full_text
 from ludus.errors import UserError
 from ludus.rewards.base import RewardFunction
-from ludus.types import Message, Task, ToolStatus, Trajectory
+from ludus.types import Task, ToolStatus, Trajectory
 
 _WORD = re.compile(r"\d+|[^\W\d_]{3,}")
 """Numbers, and words of three letters or more."""
@@ -80,7 +81,7 @@ def _results(trajectory: Trajectory) -> list[tuple[set[str], set[str]]]:
     arguments: dict[str, set[str]] = {}
     outputs: dict[str, set[str]] = {}
     for message in trajectory.messages:
-        words = _words(_text(message))
+        words = _words(full_text(message))
         if message["role"] == "tool":
             call = message.get("tool_call_id", "")
             outputs[call] = words - known if call in fine else set()
@@ -92,8 +93,3 @@ def _results(trajectory: Trajectory) -> list[tuple[set[str], set[str]]]:
 
 def _words(text: str) -> set[str]:
     return set(_WORD.findall(text.casefold()))
-
-
-def _text(message: Message) -> str:
-    arguments = (call["function"]["arguments"] for call in message.get("tool_calls") or ())
-    return " ".join((message.get("reasoning_content", ""), message["content"], *arguments))

@@ -29,7 +29,7 @@ from ludus.rollouts.episode import ChatSession
 from ludus.rollouts.scheduler import ChatSessionFactory, RolloutRequest, SamplingPlan, rollout_of, sampling_params
 from ludus.tools.base import Tool, ToolSchema
 from ludus.types import JSON, Action, CallError, Message, MessageToolCall, SamplingParams, Segment, StopReason, ToolCall
-from ludus.untrusted.replies import bounded_client
+from ludus.untrusted.json_client import bounded_client
 
 WireMessage = Mapping[str, object]
 """Message as sent. Unlike `Message`, its content may be null."""

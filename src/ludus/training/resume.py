@@ -7,8 +7,8 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 
-from ludus.config.changes import changes
 from ludus.config.schema import Config
+from ludus.config.toml import changes
 from ludus.diagnostics.trackers import read_metrics
 from ludus.errors import StorageError, UserError
 from ludus.evaluation.evaluate import plans

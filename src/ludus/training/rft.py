@@ -27,7 +27,7 @@ from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollouts.reward_executor import scoring_concurrency
 from ludus.rollouts.scheduler import Episode, RolloutRequest, SamplingPlan
 from ludus.training.batches.rows import row_of_trajectory
-from ludus.training.collection.hindsight import relabelled
+from ludus.training.collection.demonstrations import relabelled
 from ludus.training.credit.advantages import TrainingSample, record_outcomes
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings

@@ -11,8 +11,8 @@ import pytest
 from ludus.algorithms.spec.resolve import PRESETS
 from ludus.cli.main import main
 from ludus.config.load import load_config
-from ludus.envs.messages import assistant
 from ludus.envs.registry import build_world
+from ludus.envs.tool_world import assistant
 from ludus.errors import ConfigError
 from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path

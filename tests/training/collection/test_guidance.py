@@ -10,22 +10,26 @@ import pytest
 from transformers import GPT2Config
 
 from ludus.algorithms.spec.resolve import PRESETS, algorithm_of
-from ludus.chat.hints import describe_start, first_messages, with_text
+from ludus.chat.hints import describe_start, split_at_action, with_text
 from ludus.chat.tags import PROTOCOLS, TagsRenderer
 from ludus.chat.tokenizer import train_tokenizer
 from ludus.config.load import load_config
-from ludus.config.sections.guidance import GuidanceConfig, SelfTeacherConfig
+from ludus.config.sections.training import GuidanceConfig, SelfTeacherConfig
 from ludus.envs.base import HintedEnv
 from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
 from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
 from ludus.rollouts.scheduler import Episode
 from ludus.training.collection.demonstrations import Demonstrations
-from ludus.training.collection.guidance import Guidance, without_hint
-from ludus.training.collection.teacher_prompts import TeacherPrompts
+from ludus.training.collection.guidance import (
+    Guidance,
+    TeacherPrompts,
+    check_guidance,
+    check_self_teacher,
+    without_hint,
+)
 from ludus.training.credit.advantages import assign_credit, training_rows
 from ludus.training.credit.roles import is_demonstrated
-from ludus.training.rl.guidance_checks import check_guidance, check_self_teacher
 from ludus.training.rl.train_step import check_samples
 from ludus.types import Message, Segment, StopReason, ToolOutcome, ToolStatus, Trajectory
 
@@ -107,7 +111,7 @@ def test_solved_attempts_with_a_hint_join_failed_groups_without_it():
     assert len(joined) == 3
     plain, kept = failed[0].trajectory, joined[2].trajectory
     assert kept.segments[0].tokens == plain.segments[0].tokens
-    assert kept.messages[:1] == first_messages(plain)
+    assert kept.messages[:1] == split_at_action(plain.messages)[0]
     assert [s.tokens for s in kept.segments[1:]] == [s.tokens for s in guided[1].trajectory.segments[1:]]
     samples = assign_credit([joined], PRESETS["grpo"])
     assert [s.outcome for s in samples] == [RolloutOutcome.TRAINED] * 3

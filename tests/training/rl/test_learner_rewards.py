@@ -9,11 +9,11 @@ import pytest
 import torch
 
 from ludus.algorithms.spec.resolve import PRESETS
-from ludus.config.sections.parts.unsupervised import UnsupervisedConfig
+from ludus.config.sections.parts.terms import UnsupervisedConfig
 from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
 from ludus.rollouts.scheduler import Episode
 from ludus.training.credit.advantages import assign_credit
-from ludus.training.rl.learner_rewards import with_learner_rewards
+from ludus.training.rl.train_step import with_learner_rewards
 from ludus.types import Failure, Segment, StopReason, Task, Trajectory
 from tests.training.learner.test_learner import VOCAB, learner, tiny_model
 

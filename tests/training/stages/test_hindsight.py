@@ -15,8 +15,7 @@ from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError
 from ludus.rewards.base import success
 from ludus.rollouts.ledger import RolloutKey, RolloutOutcome
-from ludus.training.collection.demonstrations import replay_actions
-from ludus.training.collection.hindsight import relabelled
+from ludus.training.collection.demonstrations import relabelled, replay_actions
 from ludus.training.credit.advantages import TrainingSample
 from ludus.training.rft import HINDSIGHT, RftTrainer, check_rft
 from ludus.training.run.session import open_session

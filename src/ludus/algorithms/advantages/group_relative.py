@@ -15,6 +15,7 @@ from ludus.algorithms.algorithm import FRACTION, NOT_NEGATIVE, SWITCH, Advantage
 from ludus.algorithms.tensors import (
     Tensor,
     check_group,
+    check_per_row,
     check_rows,
     check_shapes,
     float_dtype,
@@ -213,8 +214,7 @@ def hierarchical(
     Proposer and solver as in arXiv:2505.03335 (Absolute Zero), whose baselines are per task and role. For an
     advantage other than `grpo`, pass it the ids of `role_groups`.
     """
-    if proposer.shape != mask.shape[:1]:
-        raise ValueError(f"proposer must be [{mask.shape[0]}], not {list(proposer.shape)}")
+    check_per_row(mask, proposer=proposer)
     groups = role_groups(group=group, proposer=proposer, proposer_group=proposer_group)
     return grpo(rewards=rewards, group=groups, mask=mask, ddof=ddof)
 

@@ -12,7 +12,7 @@ from typing import Unpack
 from ludus.algorithms.algorithm import NOT_NEGATIVE, POSITIVE, SWITCH, LossSpec, Need, Option
 from ludus.algorithms.losses.clipped import PolicyInputs, PolicyTokens
 from ludus.algorithms.losses.sequence import trajectory_mean
-from ludus.algorithms.tensors import Tensor, check_shapes, select, torch
+from ludus.algorithms.tensors import Tensor, check_per_row, check_shapes, select, torch
 
 
 @LossSpec(
@@ -65,8 +65,7 @@ def conflict_tokens(
     prefix or suffix counts, as in the paper and its code; otherwise every such token. `token_ids` [N, L], `group` [N]
     integers.
     """
-    if group.shape != mask.shape[:1]:
-        raise ValueError(f"group must be [{mask.shape[0]}], not {list(group.shape)}")
+    check_per_row(mask, group=group)
     actions = mask.bool()
     members = torch.unique(group, return_inverse=True)[1].to(mask.device)
     from_left = actions.cumsum(1) - 1

@@ -16,7 +16,7 @@ from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import announce, load_libraries, make_console, print_text
 from ludus.config.load import config_from_toml, load_config
 from ludus.config.schema import Config
-from ludus.config.sections.parts.unsupervised import LEARNER_KINDS
+from ludus.config.sections.parts.terms import LEARNER_KINDS
 from ludus.config.toml import to_toml
 from ludus.envs.base import World
 from ludus.envs.registry import build_world

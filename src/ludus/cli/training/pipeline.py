@@ -13,12 +13,11 @@ from rich.console import Console
 
 from ludus.cli.training.stages import STAGES, resume_hint
 from ludus.cli.ui.terminal import load_libraries, make_console, print_line, print_text
-from ludus.config.changes import changes
 from ludus.config.load import load_config
-from ludus.config.pipeline import Stage, StageKind, load_pipeline
-from ludus.config.quick import describe_cuts, quick_cuts
+from ludus.config.pipeline import Stage, StageKind, describe_cuts, load_pipeline, quick_cuts
 from ludus.config.schema import Config
 from ludus.config.sections.rewards import RewardsConfig
+from ludus.config.toml import changes
 from ludus.envs.registry import build_world, check_sandbox
 from ludus.errors import ConfigError, LudusError, UserError
 from ludus.rewards.registry import added_parts

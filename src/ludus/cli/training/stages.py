@@ -15,11 +15,10 @@ from ludus.cli.arguments import model_settings, recipe_config
 from ludus.cli.commands.config import check_reward_parts
 from ludus.cli.signals import handle_interrupts
 from ludus.cli.ui.terminal import announce, bars, load_libraries, make_console, print_line, print_text
-from ludus.config.changes import changes
 from ludus.config.environment import launched_rank
-from ludus.config.pipeline import StageKind
-from ludus.config.quick import describe_cuts, quick_cuts
+from ludus.config.pipeline import StageKind, describe_cuts, quick_cuts
 from ludus.config.schema import Config
+from ludus.config.toml import changes
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import LudusError, UserError
@@ -258,7 +257,7 @@ class PreferenceStage(TrainingStage):
 
     def check(self, config: Config, world: World) -> None:
         """Raise UserError for a source of pairs that cannot be read, or a world that cannot be searched."""
-        from ludus.rollouts.search.mcts import check_searchable
+        from ludus.rollouts.tree_search import check_searchable
         from ludus.training.preference.ranking import check_ranking
 
         if config.preference.search.simulations:

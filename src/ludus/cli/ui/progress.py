@@ -16,9 +16,9 @@ from ludus.cli.ui.fitted_table import FittedTable, TableColumn, make_table
 from ludus.cli.ui.terminal import PhaseBar, announce, bars, make_console, print_line, print_text
 from ludus.cli.ui.transcripts import print_transcript
 from ludus.cluster.control import controlled
-from ludus.config.changes import changes
 from ludus.config.load import load_config
 from ludus.config.schema import Config
+from ludus.config.toml import changes
 from ludus.engines.base import Engine, EngineStats
 from ludus.errors import ConfigError
 from ludus.evaluation.evaluate import Evaluation

@@ -6,8 +6,8 @@ from typing import Literal
 
 from pydantic import Field
 
-from ludus.config.sections.guidance import SelfTeacherConfig
 from ludus.config.sections.section import Section
+from ludus.config.sections.training import SelfTeacherConfig
 
 
 class PartOptionsConfig(Section):

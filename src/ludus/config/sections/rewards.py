@@ -7,10 +7,7 @@ from typing import Literal, Self
 from pydantic import Field, model_validator
 
 from ludus.config.sections.parts.judges import JudgeConfig
-from ludus.config.sections.parts.objectives import ConstraintConfig
-from ludus.config.sections.parts.process import ProcessConfig
-from ludus.config.sections.parts.reward_models import ModelRefreshConfig
-from ludus.config.sections.parts.unsupervised import UnsupervisedConfig
+from ludus.config.sections.parts.terms import ConstraintConfig, ModelRefreshConfig, ProcessConfig, UnsupervisedConfig
 from ludus.config.sections.section import EpochsSection, Section, as_names, check_choice
 
 PROGRESS = "progress"

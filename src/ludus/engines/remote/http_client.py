@@ -19,7 +19,7 @@ from pydantic import BaseModel, ValidationError
 
 from ludus.engines.control_tokens import find_token
 from ludus.errors import EngineError, UserError
-from ludus.untrusted.replies import bounded_client, get_bounded
+from ludus.untrusted.json_client import bounded_client, get_bounded
 
 _EXCERPT_CHARS = 300
 _LONGEST_WAIT_S, _HEALTH_S = 5.0, 5.0

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import httpx
 
 from ludus.engines.base import EngineStats, combined
-from ludus.untrusted.replies import bounded_client
+from ludus.untrusted.json_client import bounded_client
 
 _POLL_INTERVAL_S = 1.0
 _TIMEOUT_S = 2.0

@@ -20,8 +20,7 @@ import httpx
 from pydantic import BaseModel
 
 from ludus.errors import WorldError
-from ludus.untrusted.json_client import JsonClient, ServiceUnreachable
-from ludus.untrusted.replies import get_bounded
+from ludus.untrusted.json_client import JsonClient, ServiceUnreachable, get_bounded
 
 T = TypeVar("T", bound=BaseModel)
 

@@ -18,7 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from ludus.diagnostics.behavior_metrics import message_text, used_results
+from ludus.chat.hints import full_text
+from ludus.diagnostics.behavior_metrics import used_results
 from ludus.evaluation.stats import Interval, bootstrap_mean, clustered_interval, difference_interval, wilson
 from ludus.rewards.exact_match import normalise
 from ludus.types import Message, MessageToolCall, ToolStatus, Trajectory
@@ -174,7 +175,7 @@ def composed_calls(messages: Sequence[Message], num_calls: int) -> list[tuple[se
     sources: dict[str, str] = {}
     composed: list[tuple[set[str], str]] = []
     for message in messages:
-        words = _content_words(message_text(message))
+        words = _content_words(full_text(message))
         for call in message.get("tool_calls") or []:
             used = _content_words(call["function"]["arguments"]) & sources.keys()
             composed.append(({sources[word] for word in used}, call["function"]["name"]))

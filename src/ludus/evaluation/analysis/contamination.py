@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from ludus.diagnostics.behavior_metrics import message_text, passage_hashes
+from ludus.chat.hints import full_text
+from ludus.diagnostics.behavior_metrics import passage_hashes
 from ludus.evaluation.scripted_agents import plain_answer
 from ludus.types import Message, Task
 
@@ -39,7 +40,7 @@ class NamedText(NamedTuple):
 
 def dialogue_text(messages: Iterable[Message]) -> str:
     """Return the text of messages except system messages."""
-    return "\n".join(message_text(message) for message in messages if message["role"] != "system")
+    return "\n".join(full_text(message) for message in messages if message["role"] != "system")
 
 
 def task_text(task: Task) -> str:

@@ -20,7 +20,7 @@ from ludus.rollouts.episode import ChatSession, EngineChatSession, Grant, Restor
 from ludus.rollouts.ledger import RolloutKey
 from ludus.rollouts.openai_client import ChatCompletion, OpenAIChatSession, WireMessage
 from ludus.rollouts.scheduler import RolloutRequest, SamplingPlan, Scheduler
-from ludus.types import JSON, Action, Segment, StopReason, Task, Trajectory
+from ludus.types import JSON, Action, Segment, StopReason, Task, Trajectory, grouped
 
 MakeScheduler = Callable[[SamplingPlan], Scheduler]
 """Callable that returns the scheduler of a model for one round of episodes."""
@@ -76,10 +76,8 @@ def succeeded(scheduler: Scheduler, trajectory: Trajectory) -> float:
 
 def success_rates(scheduler: Scheduler, episodes: Sequence[Trajectory]) -> dict[str, float]:
     """Return the share of successful episodes by task."""
-    found: dict[str, list[float]] = {}
-    for one in episodes:
-        found.setdefault(one.task_id, []).append(succeeded(scheduler, one))
-    return {task: fmean(values) for task, values in found.items()}
+    by_task = grouped(episodes, lambda one: one.task_id)
+    return {task: fmean(succeeded(scheduler, one) for one in own) for task, own in by_task.items()}
 
 
 def answer_key(trajectory: Trajectory) -> str:

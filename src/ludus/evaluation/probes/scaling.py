@@ -21,7 +21,7 @@ from ludus.evaluation.probes import common
 from ludus.evaluation.probes.common import Cell, MakeScheduler, ProbePlan, ProbeReport
 from ludus.evaluation.stats import pass_at_k
 from ludus.rollouts.trees import mean_surprisal
-from ludus.types import Trajectory
+from ludus.types import Trajectory, grouped
 
 MAX_SUBSETS = 1000
 """Number of subsets of a task above which a majority vote is averaged over random ones."""
@@ -58,9 +58,10 @@ async def measure_scaling(make: MakeScheduler, plan: ProbePlan) -> ProbeReport:
     if plan.temperature == 0:
         raise UserError("At temperature 0 all attempts at a task are equal.", "Set --temperature above 0.")
     scheduler = make(plan.sampling)
-    attempts: dict[str, list[ScoredAttempt]] = {}
-    for one in await common.roll_out(scheduler, plan.requests(plan.samples)):
-        attempts.setdefault(one.task_id, []).append(attempt_of(one, common.succeeded(scheduler, one)))
+    by_task = grouped(await common.roll_out(scheduler, plan.requests(plan.samples)), lambda one: one.task_id)
+    attempts = {
+        task: [attempt_of(one, common.succeeded(scheduler, one)) for one in own] for task, own in by_task.items()
+    }
     notes = [f"{plan.samples} attempts per task; differences are paired with one attempt without a tighter limit."]
     if any(one.score is None for found in attempts.values() for one in found):
         notes.append("An endpoint returns no tokens: no limits of tokens and no best-of-n.")

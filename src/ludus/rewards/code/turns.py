@@ -56,6 +56,16 @@ def turn_of_call(call_id: str) -> int | None:
     return None if numbered is None else int(numbered[1])
 
 
+def outcomes_by_turn(trajectory: Trajectory) -> list[list[ToolOutcome]]:
+    """Return the outcomes of the calls of each turn."""
+    by_turn: list[list[ToolOutcome]] = [[] for _ in range(trajectory.num_turns)]
+    for outcome in trajectory.outcomes:
+        turn = turn_of_call(outcome.call_id)
+        if turn is not None and turn < len(by_turn):
+            by_turn[turn].append(outcome)
+    return by_turn
+
+
 @dataclass(frozen=True, slots=True)
 class MadeCall:
     """A well-formed call of an episode, with its turn and outcome."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 
 from ludus.config.sections.rollout import ContextConfig
 from ludus.engines.base import seed_for
-from ludus.envs.messages import summary_message
+from ludus.envs.tool_world import summary_message
 from ludus.rollouts.episode import EngineChatSession
 from ludus.rollouts.trees import join_rows
 from ludus.tools.base import Tool

@@ -21,7 +21,7 @@ from typing import IO, TYPE_CHECKING, Final, cast
 import anyio
 
 from ludus.types import JSON
-from ludus.untrusted.replies import PLAIN
+from ludus.untrusted.json_client import PLAIN
 from ludus.untrusted.worker import LimitExceeded, call_bounded, close_pipes, kill_group
 
 if TYPE_CHECKING:

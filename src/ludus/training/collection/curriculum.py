@@ -18,7 +18,7 @@ from ludus.diagnostics.history import GATE, STAGE
 from ludus.envs.base import TaskOrder, TaskSequence, World, permutation
 from ludus.training.collection.filters import AlgorithmState, ChosenTasks, choose_tasks
 from ludus.training.credit.advantages import TrainingSample
-from ludus.types import Task
+from ludus.types import Task, grouped
 
 log = logging.getLogger(__name__)
 
@@ -161,10 +161,8 @@ class Curriculum:
         self, state: CurriculumState, samples: Sequence[TrainingSample], step: int
     ) -> tuple[CurriculumState, dict[str, float]]:
         """Return the state after the groups of a step, and its metrics."""
-        groups: dict[int, list[TrainingSample]] = {}
-        for sample in samples:
-            if sample.advantages is not None and not sample.expert:
-                groups.setdefault(sample.group, []).append(sample)
+        compared = (one for one in samples if one.advantages is not None and not one.expert)
+        groups = grouped(compared, lambda one: one.group)
         means = [(group[0].episode.task, self._mean_success(group)) for group in groups.values()]
         after = self._with_success(self._with_q(state, groups.values()), means)
         if self.settings.evolve.every:

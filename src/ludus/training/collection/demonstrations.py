@@ -4,6 +4,9 @@ They come from a file of dialogues with task ids, or from a world that can solve
 replayed in a fresh environment: tokens come from the renderer; observations, tool outcomes, turn rewards and
 rewards from the environment, and observations in the dialogue are ignored. An expert whose episode has no
 positive outcome is rejected.
+
+Hindsight relabelling (`relabelled`) replays a failed attempt as a success at the task that it did solve
+(arXiv:1707.01495), which the world names (`World.achieved`). An episode that does not succeed is left out.
 """
 
 from __future__ import annotations
@@ -18,15 +21,16 @@ from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.chat.hints import continuation
 from ludus.chat.render import Renderer
 from ludus.engines.models.loading import num_positions
-from ludus.envs.base import World
 from ludus.errors import UserError
+from ludus.rewards.base import success
+from ludus.rollouts.episode import world_errors
 from ludus.rollouts.ledger import Ledger, RolloutKey
 from ludus.rollouts.scheduler import Episode, RolloutRequest, rollout_for, scheduler
 from ludus.tools.base import Tool
 from ludus.training.credit.roles import EXPERT
 from ludus.training.datasets.files import read_dialogues
 from ludus.training.run.session import TrainingSession
-from ludus.types import Action, Message, Segment, StopReason, Task, ToolStatus, Trajectory
+from ludus.types import POLICY, Action, Message, Segment, StopReason, Task, ToolStatus, Trajectory
 
 log = logging.getLogger(__name__)
 
@@ -180,7 +184,10 @@ class Demonstrations:
 
     def dialogues(self, task: Task) -> Sequence[Sequence[Message]]:
         """Return the expert's messages at a task, one sequence per demonstration."""
-        return task_dialogues(self.session.world, self.given, task)
+        if self.given is not None:
+            return self.given.get(task.id, ())
+        shown = self.session.world.expert(task)
+        return () if shown is None else (_assistant_messages(shown.messages, task.prompt),)
 
 
 def uses_demonstrations(algorithm: Algorithm) -> bool:
@@ -191,16 +198,6 @@ def uses_demonstrations(algorithm: Algorithm) -> bool:
 def make_demonstrations(session: TrainingSession, algorithm: Algorithm) -> Demonstrations | None:
     """Build the demonstrations, if used. Raises UserError if a file has no training task."""
     return Demonstrations(session, given_dialogues(session)) if uses_demonstrations(algorithm) else None
-
-
-def task_dialogues(
-    world: World, given: Mapping[str, Sequence[Sequence[Message]]] | None, task: Task
-) -> Sequence[Sequence[Message]]:
-    """Return the assistant messages of each demonstration of a task: of those `given`, or of the world's expert."""
-    if given is not None:
-        return given.get(task.id, ())
-    shown = world.expert(task)
-    return () if shown is None else (_assistant_messages(shown.messages, task.prompt),)
 
 
 def given_dialogues(session: TrainingSession) -> dict[str, list[Sequence[Message]]] | None:
@@ -223,3 +220,25 @@ def given_dialogues(session: TrainingSession) -> dict[str, list[Sequence[Message
 
 def _assistant_messages(messages: Sequence[Message], prompt: Sequence[Message]) -> Sequence[Message]:
     return [message for message in continuation(messages, prompt) if message["role"] == "assistant"]
+
+
+async def relabelled(session: TrainingSession, episodes: Sequence[Episode]) -> list[Episode]:
+    """Return the relabelled failed attempts, each sequence of actions at a task once, in the order of `episodes`.
+
+    Raises WorldError if `World.achieved` raises.
+    """
+    replays: dict[RolloutKey, tuple[Task, Sequence[Message | tuple[int, ...]]]] = {}
+    seen: set[tuple[str, tuple[tuple[int, ...], ...]]] = set()
+    for number, episode in enumerate(episodes):
+        attempt = episode.trajectory
+        if attempt.failure is not None or len(attempt.rows) != 1 or success(session.world.rewards, attempt):
+            continue
+        with world_errors(f"`achieved` of task {attempt.task_id} raised"):
+            task = session.world.achieved(episode.task, attempt)
+        actions = tuple(segment.tokens for segment in attempt.segments if segment.kind == "action")
+        if task is None or not actions or (task.id, actions) in seen:
+            continue
+        seen.add((task.id, actions))
+        replays[RolloutKey(episode.key.step, task.id, number)] = task, actions
+    played = await replay_actions(session, replays, POLICY) if replays else []
+    return [one for one in played if one.trajectory.failure is None and success(session.world.rewards, one.trajectory)]

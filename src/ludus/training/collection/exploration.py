@@ -22,15 +22,16 @@ from ludus.algorithms.kl import Schedule
 from ludus.algorithms.spec.resolve import algorithm_of
 from ludus.config.schema import Config
 from ludus.config.sections.exploration import ExplorationConfig, ScheduleConfig
+from ludus.diagnostics.metrics import mean
 from ludus.engines.base import seed_for
 from ludus.envs.base import World
-from ludus.errors import ConfigError
+from ludus.errors import ConfigError, reject_combination
 from ludus.rewards.paper_rewards import calls_made
 from ludus.rollouts.dialogues.exploring import OBJECTIVE, PREFIX, MemberSampling, is_off_policy, num_forced_calls
 from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.scheduler import Episode
 from ludus.training.credit.advantages import TrainingSample
-from ludus.types import Group, Message, StopReason, Task, ToolStatus, Trajectory
+from ludus.types import Group, Message, StopReason, Task, ToolStatus, Trajectory, grouped
 
 EXPLORES = "exploration"
 """Value of the tag `objective` of a group that is rewarded for coverage."""
@@ -168,13 +169,6 @@ class Explorer:
     success: str
     demonstration: DemonstrationOf
 
-    @classmethod
-    def of(cls, config: Config, world: World, demonstration: DemonstrationOf) -> Explorer | None:
-        """Return the explorer, or None if the section `exploration` is unset."""
-        if config.exploration == ExplorationConfig():
-            return None
-        return cls(config, world.rewards[0].name, demonstration)
-
     def plan(self, state: ExplorationState, step: int, task: Task) -> tuple[ExplorationState, GroupPlan]:
         """Return the plan of the next group, and the state after it."""
         settings = self.config.exploration
@@ -241,10 +235,9 @@ class Explorer:
         """Return the samples without training of groups that fail uniformly, if these are dropped."""
         if self.config.exploration.uniform_failures.action != "drop":
             return list(samples)
-        by_group: dict[int, list[Episode]] = {}
-        for sample in samples:
-            by_group.setdefault(sample.group, []).append(sample.episode)
-        dropped = {n for n, group in by_group.items() if fails_uniformly(_members(group), self.success)}
+        groups = grouped(samples, lambda one: one.group)
+        episodes = {number: [one.episode for one in own] for number, own in groups.items()}
+        dropped = {number for number, own in episodes.items() if fails_uniformly(_members(own), self.success)}
         return [
             replace(one, outcome=RolloutOutcome.MASKED, reason=UNIFORM_FAILURE)
             if one.group in dropped and one.outcome is RolloutOutcome.TRAINED
@@ -262,10 +255,10 @@ class Explorer:
         turns = sum(one.num_turns for one in members)
         prefixes = [int(one.tags.get(PREFIX, "0")) for one in members]
         metrics = {
-            "exploration/off_policy": _mean([is_off_policy(one) for one in members]),
+            "exploration/off_policy": mean([is_off_policy(one) for one in members]),
             "exploration/forced_calls": sum(map(num_forced_calls, members)) / max(turns, 1),
-            "exploration/prefix_share": _mean([turns > 0 for turns in prefixes]),
-            "exploration/prefix_turns": _mean([turns for turns in prefixes if turns]),
+            "exploration/prefix_share": mean([turns > 0 for turns in prefixes]),
+            "exploration/prefix_turns": mean([turns for turns in prefixes if turns]),
         }
         if (schedule := temperature_schedule(self.config)) is not None:
             metrics["exploration/temperature"] = schedule.at(step - 1)
@@ -286,18 +279,14 @@ class Explorer:
         others = [one for one in members if one.tags.get(OBJECTIVE) != EXPLORES]
         return {
             "exploration/share": len(exploring) / max(len(members), 1),
-            "exploration/coverage": _mean([one.rewards.get(part, 0.0) for one in exploring]),
-            "exploration/task_coverage": _mean([one.rewards.get(part, 0.0) for one in others]),
-            "exploration/task_success": _mean([one.rewards.get(self.success, 0.0) for one in others]),
+            "exploration/coverage": mean([one.rewards.get(part, 0.0) for one in exploring]),
+            "exploration/task_coverage": mean([one.rewards.get(part, 0.0) for one in others]),
+            "exploration/task_success": mean([one.rewards.get(self.success, 0.0) for one in others]),
         }
 
 
 def _members(group: Sequence[Episode]) -> list[Trajectory]:
     return [one.trajectory for one in group if not one.greedy]
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values) if values else 0.0
 
 
 def check_exploration(config: Config, world: World) -> None:
@@ -322,7 +311,7 @@ def _check_combinations(config: Config) -> None:
     stateful = objective or settings.temperature.kind != "constant" or settings.uniform_failures.action != "off"
     normalizes = rewards.normalise_by is not None
     trees = rollout.branch.branches > 0
-    unsupported = {
+    cases = {
         "training.mode = 'async'": config.training.streams and (turns or stateful),
         "rollout.partial": rollout.partial.is_set and (turns or stateful),
         "rollout.branch": trees and (turns or objective),
@@ -335,8 +324,7 @@ def _check_combinations(config: Config) -> None:
         "cluster": config.cluster.enabled and settings.diverse.tokens > 0,
         "another setting of how members are sampled": settings.diverse.tokens > 0 and _varies_members(settings),
     }
-    if found := [name for name, applies in unsupported.items() if applies]:
-        raise ConfigError(f"This exploration cannot be combined with {found[0]}.", "Unset one of them.")
+    reject_combination("This exploration cannot be combined with {}.", cases)
 
 
 def _varies_members(settings: ExplorationConfig) -> bool:

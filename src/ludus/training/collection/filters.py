@@ -33,7 +33,7 @@ from ludus.training.batches.rows import new_actions
 from ludus.training.collection.exploration import ExplorationState
 from ludus.training.credit.advantages import TrainingSample, any_of_group, compared_rewards, varied_groups
 from ludus.training.credit.roles import role_of
-from ludus.types import WORLD_TAG, Task, Trajectory
+from ludus.types import WORLD_TAG, Task, Trajectory, grouped
 
 _NO_RESULTS = RoleBaselines(decay=0.98, initial=0.5)
 
@@ -137,11 +137,10 @@ def record_greso_visits(
     if not compared:
         return state
     varied = varied_groups(compared, algorithm)
-    solved: dict[int, list[float]] = {}
-    for sample in compared:
-        solved.setdefault(sample.group, []).append(sample.episode.trajectory.rewards.get(success, 0.0))
-    tasks = {sample.group: sample.episode.task.id for sample in compared}
-    visits = [Visit(tasks[group], not varied[group], fmean(values)) for group, values in solved.items()]
+    visits = []
+    for number, group in grouped(compared, lambda one: one.group).items():
+        solved = fmean(one.episode.trajectory.rewards.get(success, 0.0) for one in group)
+        visits.append(Visit(group[0].episode.task.id, not varied[number], solved))
     return replace(state, greso=state.greso.update(visits, adapts=state.position >= epoch))
 
 

@@ -28,7 +28,7 @@ from ludus.rollouts.scheduler import Episode
 from ludus.training.collection.prompt_stream import episode_line, read_episode, reading
 from ludus.training.credit.advantages import TrainingSample, assign_credit
 from ludus.training.credit.roles import ROLE, SESSION
-from ludus.types import Task
+from ludus.types import Task, grouped
 
 TO_REPLAY: Final = "to_replay"
 """Drop reason of an episode past the staleness bound that moved to the buffer."""
@@ -95,10 +95,8 @@ class ReplayBuffer:
 
     def _add_groups(self, samples: Iterable[TrainingSample]) -> int:
         """Add the groups of the samples and return their number."""
-        groups: dict[int, list[Episode]] = {}
-        for sample in samples:
-            groups.setdefault(sample.group, []).append(sample.episode)
-        self._store([_StoredGroup(episodes) for episodes in groups.values()])
+        groups = grouped(samples, lambda one: one.group)
+        self._store([_StoredGroup([one.episode for one in own]) for own in groups.values()])
         return len(groups)
 
     def take_stale(self, samples: Sequence[TrainingSample], step: int, bound: int) -> list[TrainingSample]:

@@ -34,13 +34,12 @@ from ludus.training.collection.filters import (
     record_greso_visits,
     with_role_baselines,
 )
-from ludus.training.collection.guidance import Guidance
+from ludus.training.collection.guidance import Guidance, TeacherPrompts
 from ludus.training.collection.opponents import OpponentPool, updated_results
 from ludus.training.collection.rewards.judging import GroupJudge
 from ludus.training.collection.rewards.reward_mixing import RewardMixer, add_extra_parts
 from ludus.training.collection.rewards.unsupervised_rewards import VOTE, split_votes
 from ludus.training.collection.task_notes import TaskNotes
-from ludus.training.collection.teacher_prompts import TeacherPrompts
 from ludus.training.credit.advantages import (
     TrainingSample,
     assign_credit,

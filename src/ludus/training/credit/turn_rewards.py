@@ -19,7 +19,7 @@ from ludus.algorithms.algorithm import Algorithm, Need
 from ludus.algorithms.shaping import ShapingRange, length_linear, length_sigmoid
 from ludus.algorithms.spec.resolve import TURN_LEVEL
 from ludus.config.sections.rewards import PROGRESS, LengthConfig, RewardsConfig
-from ludus.rewards.code.turns import turn_of_call
+from ludus.rewards.code.turns import outcomes_by_turn
 from ludus.rollouts.scheduler import Episode
 from ludus.training.batches.rows import pad_table
 from ludus.training.credit.advantages import assign_credit, turns_of_actions
@@ -34,11 +34,7 @@ _SAFE = 0.9
 
 def events_of(trajectory: Trajectory) -> list[str]:
     """Return the event of each turn."""
-    by_turn: list[list[ToolOutcome]] = [[] for _ in range(trajectory.num_turns)]
-    for outcome in trajectory.outcomes:
-        turn = turn_of_call(outcome.call_id)
-        if turn is not None and turn < len(by_turn):
-            by_turn[turn].append(outcome)
+    by_turn = outcomes_by_turn(trajectory)
     progress = _padded(trajectory.turn_progress, len(by_turn))
     return [_event(outcomes, share > 0) for outcomes, share in zip(by_turn, progress, strict=False)]
 

@@ -7,6 +7,7 @@ An example is one rollout as a labelled dialogue: `gap` is its advantage, its si
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from statistics import fmean
 
 import torch
 from torch import Tensor
@@ -23,6 +24,7 @@ from ludus.training.learner.optimizer import Optimizer
 from ludus.training.preference.pairs import NO_SIDE, PairSide, PreferencePair, groups_of
 from ludus.training.run.supervised import step_metrics
 from ludus.training.value_models.reward_model import is_usable
+from ludus.types import grouped
 
 
 def pairs_of_rewards(
@@ -50,10 +52,8 @@ def pairs_of_rewards(
 
 def nearest_to_half(pairs: Sequence[PreferencePair], num_groups: int) -> list[PreferencePair]:
     """Return the pairs of the groups whose share of positive advantages is nearest to one half, in their order."""
-    groups: dict[str, list[bool]] = {}
-    for pair in pairs:
-        groups.setdefault(pair.source.rpartition("/")[0], []).append(pair.gap > 0)
-    ranked = sorted(groups, key=lambda name: abs(sum(groups[name]) / len(groups[name]) - 0.5))
+    groups = grouped(pairs, lambda pair: pair.source.rpartition("/")[0])
+    ranked = sorted(groups, key=lambda name: abs(fmean(pair.gap > 0 for pair in groups[name]) - 0.5))
     kept = set(ranked[:num_groups])
     return [pair for pair in pairs if pair.source.rpartition("/")[0] in kept]
 

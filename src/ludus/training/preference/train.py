@@ -26,7 +26,7 @@ from ludus.errors import LearnerError, UserError
 from ludus.rollouts.ledger import Ledger, RolloutKey, RolloutOutcome
 from ludus.rollouts.rollout_files import RolloutRecord, replaced_file, rollouts_path, write_rollouts
 from ludus.rollouts.scheduler import Episode, RolloutRequest, SamplingPlan
-from ludus.rollouts.search.mcts import TreeSearch, check_searchable
+from ludus.rollouts.tree_search import TreeSearch, check_searchable
 from ludus.training.batches.rows import batch_of_step, microbatches, num_steps
 from ludus.training.collection.rollout_collector import EpisodeReporter
 from ludus.training.credit.advantages import TrainingSample, failed_status
@@ -36,6 +36,7 @@ from ludus.training.learner.optimizer import Optimizer
 from ludus.training.preference.forks import forks_step, nearest_to_half, pairs_of_rewards
 from ludus.training.preference.pairs import (
     PAIRS_FILE,
+    SEARCH_FILE,
     PairMaker,
     PairSide,
     PreferencePair,
@@ -45,13 +46,15 @@ from ludus.training.preference.pairs import (
     pairs_of_branches,
     pairs_of_file,
     pairs_of_rollouts,
+    pairs_of_tree,
     rollout_files,
+    search_metrics,
     sides_of,
+    tree_search,
     with_mismatched,
     with_reference,
 )
 from ludus.training.preference.ranking import RankedPairs
-from ludus.training.preference.tree_search import SEARCH_FILE, pairs_of_tree, search_metrics, tree_search
 from ludus.training.rl.build import frozen_scorer, probe_tokens
 from ludus.training.rl.validate import check_rollouts
 from ludus.training.rl.weight_sync import WeightSync

@@ -33,7 +33,7 @@ from ludus.training.run.session import (
 )
 from ludus.training.value_models.labels import TurnLabels, examples_of_rollouts, turn_example
 from ludus.training.value_models.reward_model import RewardExample, ScoredSequence, action_ends, is_usable
-from ludus.types import Segment, Trajectory
+from ludus.types import Segment, Trajectory, grouped
 
 History = tuple[Segment, ...]
 """Segments of an attempt up to and including an action."""
@@ -134,9 +134,7 @@ async def inverse_examples(
 
     The attempts are drawn at random by the seed of the run. Raises UserError without demonstrations of these tasks.
     """
-    by_task: dict[str, list[tuple[str, RolloutRecord]]] = {}
-    for source, record in records:
-        by_task.setdefault(record.trajectory.task_id, []).append((source, record))
+    by_task = grouped(records, lambda one: one[1].trajectory.task_id)
     experts = Demonstrations(session, given_dialogues(session))
     tasks = [task for task in session.world.tasks("train") if task.id in by_task]
     async with closing(session.world):

@@ -6,6 +6,7 @@ policy away from its data): what matters is the AUC on rollouts of the policies 
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import groupby
@@ -22,7 +23,7 @@ from ludus.rewards.base import success
 from ludus.rollouts.rollout_files import RolloutRecord, read_rollouts
 from ludus.training.reward_model.data import EXAMPLES_FILE, load_examples
 from ludus.training.run.run_dir import RunFolder, policy_path
-from ludus.training.value_models.reward_model import RewardEnsemble, find_reward_model, load_ensemble
+from ludus.training.value_models.reward_model import RewardEnsemble, find_reward_model, is_usable, load_ensemble
 
 
 @dataclass(frozen=True)
@@ -49,12 +50,7 @@ def rollout_bins(run: RunFolder, every: int) -> list[RolloutBin]:
     rewards = build_world(config.env, config.rollout, config.sandbox).rewards
 
     def make(where: str, files: Sequence[Path]) -> Iterator[RolloutBin]:
-        records = [
-            record
-            for file in files
-            for record in read_rollouts(file)
-            if record.is_scored and record.trajectory.num_action_tokens and len(record.trajectory.rows) == 1
-        ]
+        records = [record for file in files for record in read_rollouts(file) if is_usable(record, sys.maxsize)]
         if records:
             yield RolloutBin(run.path.name, where, records, [success(rewards, r.trajectory) for r in records])
 

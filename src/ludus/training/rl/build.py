@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import copy
 import logging
-from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -30,10 +30,10 @@ from ludus.judges.client import JUDGE_FILE
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.rollout_files import token_values_path, truncate_lines
 from ludus.training.batches.chunked_lm_head import Entropy, HiddenStates, TokenScores
-from ludus.training.collection.demonstrations import given_dialogues, make_demonstrations, task_dialogues
+from ludus.training.collection.demonstrations import Demonstrations, given_dialogues, make_demonstrations
 from ludus.training.collection.exploration import Explorer
 from ludus.training.collection.filters import AlgorithmState
-from ludus.training.collection.guidance import Guidance
+from ludus.training.collection.guidance import Guidance, make_teacher_prompts
 from ludus.training.collection.opponents import OpponentPool
 from ludus.training.collection.prompt_stream import STREAM_FILE, WAITING_FILE, PromptStream, StreamState
 from ludus.training.collection.rewards.judging import make_judge
@@ -41,7 +41,6 @@ from ludus.training.collection.rewards.reward_mixing import RewardMixer, make_re
 from ludus.training.collection.rollout_collector import RemoteSampler, RolloutCollector
 from ludus.training.collection.task_categories import PERPLEXITY_FILE, make_curriculum, perplexities
 from ludus.training.collection.task_notes import NOTES_FILE, TaskNotes
-from ludus.training.collection.teacher_prompts import make_teacher_prompts
 from ludus.training.datasets.token_limits import rollout_warnings
 from ludus.training.distributed.collectives import Collectives, broadcast_weights
 from ludus.training.distributed.launcher import launch_ranks
@@ -71,7 +70,6 @@ from ludus.training.run.run_dir import RunFolder, damaged, list_checkpoints, sav
 from ludus.training.run.session import TrainingSession, busy_warning, make_engine
 from ludus.training.value_models.factory import ValueModel, make_value_model, warmup_steps
 from ludus.training.value_models.model_refresh import RewardModelRefresh, restored_refresh
-from ludus.types import Message, Task
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -245,12 +243,11 @@ def make_notes(config: Config, folder: RunFolder, done: int) -> TaskNotes | None
 
 def make_explorer(session: TrainingSession) -> Explorer | None:
     """Return the explorer, with demonstrations of `experts.path` or the world; None if `exploration` is unset."""
-    given = None if session.config.exploration == ExplorationConfig() else given_dialogues(session)
-
-    def demonstration(task: Task) -> Sequence[Message]:
-        return next(iter(task_dialogues(session.world, given, task)), ())
-
-    return Explorer.of(session.config, session.world, demonstration)
+    if session.config.exploration == ExplorationConfig():
+        return None
+    shown = Demonstrations(session, given_dialogues(session))
+    name = session.world.rewards[0].name
+    return Explorer(session.config, name, lambda task: next(iter(shown.dialogues(task)), ()))
 
 
 @dataclass(frozen=True)

@@ -56,7 +56,7 @@ from ludus.training.run.run_dir import RunFolder, resume_command
 from ludus.training.run.session import TrainingSession
 from ludus.training.value_models.factory import checkpoint_parts
 from ludus.training.value_models.model_refresh import REFRESH_FILE, RewardModelRefresh, model_quality
-from ludus.types import Group
+from ludus.types import Group, grouped
 
 log = logging.getLogger(__name__)
 
@@ -425,8 +425,5 @@ def task_order(config: Config, world: World) -> TaskSequence:
 
 def _metric_groups(samples: Sequence[TrainingSample]) -> dict[int, Group]:
     """Return the episodes grouped for the metrics, by group number, without greedy baselines."""
-    by_group: dict[int, list[Episode]] = {}
-    for sample in samples:
-        if not sample.episode.greedy:
-            by_group.setdefault(sample.group, []).append(sample.episode)
-    return {n: Group(e[0].task, tuple(x.trajectory for x in e)) for n, e in by_group.items()}
+    groups = grouped((one for one in samples if not one.episode.greedy), lambda one: one.group)
+    return {n: Group(own[0].episode.task, tuple(one.episode.trajectory for one in own)) for n, own in groups.items()}

@@ -14,6 +14,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
+from itertools import islice
 from statistics import fmean
 from typing import Protocol, TypeVar
 
@@ -25,17 +26,24 @@ from ludus.algorithms.corrections import MismatchByLength, mismatch, mismatch_by
 from ludus.algorithms.filters import entropy_bound
 from ludus.algorithms.kl import FULL_KL_NAMES, KLController
 from ludus.algorithms.spec.resolve import algorithm_of
-from ludus.algorithms.token_statistics import SUM_PI_SQUARED
+from ludus.algorithms.token_statistics import SELF_CERTAINTY, SUM_PI_SQUARED
+from ludus.config.sections.parts.terms import LEARNER_KINDS, UnsupervisedConfig
 from ludus.errors import SyncError
 from ludus.rollouts.dialogues.exploring import is_off_policy
 from ludus.rollouts.ledger import Ledger, RolloutOutcome
-from ludus.training.batches.rows import Row, pad_table, row_of_trajectory, scored_mask
+from ludus.training.batches.rows import Row, new_actions, pad_table, row_of_trajectory, scored_mask
 from ludus.training.collection.exploration import entropy_schedule, temperature_schedule
 from ludus.training.collection.filters import age_metrics, mask_over_age
 from ludus.training.collection.rollout_collector import overlong_limit
-from ludus.training.credit.advantages import Estimates, TrainingSample, record_outcomes, training_rows, with_estimates
+from ludus.training.credit.advantages import (
+    Estimates,
+    TrainingSample,
+    recompute_samples,
+    record_outcomes,
+    training_rows,
+    with_estimates,
+)
 from ludus.training.learner.learner import Learner, set_temperature
-from ludus.training.rl.learner_rewards import with_learner_rewards
 from ludus.training.rl.sample_metrics import CollapseScoring
 from ludus.training.run.checkpoint import Adjustments
 from ludus.training.run.session import TrainingSession
@@ -391,3 +399,46 @@ def _pad_scores(rows: Sequence[Row], values: Sequence[Tensor]) -> tuple[Tensor, 
     behavior = pad_table([row.behavior for row in rows], torch.float64)
     mask = scored_mask(pad_table([row.sampled for row in rows], torch.bool))
     return pad_table(values, torch.float64), behavior, mask
+
+
+def with_learner_rewards(
+    samples: Sequence[TrainingSample], learner: Learner, settings: UnsupervisedConfig, max_length: int
+) -> list[TrainingSample]:
+    """Return the samples with the part of `rewards.unsupervised` added to their rewards, and new advantages.
+
+    The part is computed under the weights at the start of the step, by one forward pass. An attempt without a sampled
+    token has the lowest value of the batch. Samples of other kinds, failed ones, and those that have the part are
+    unchanged.
+    """
+    kind, found = settings.kind, list(samples)
+    if kind not in LEARNER_KINDS:
+        return found
+    trajectories = [sample.episode.trajectory for sample in found]
+    missing = [i for i, one in enumerate(trajectories) if one.failure is None and kind not in one.rewards]
+    scored = [i for i in missing if trajectories[i].num_action_tokens]
+    if not scored:
+        return found
+    rows = [row_of_trajectory(trajectories[i], 0.0) for i in scored]
+    if kind == SELF_CERTAINTY:
+        tokens = [scores.logprobs for scores in learner.score_with(SELF_CERTAINTY, rows)]
+    else:
+        tokens = [-entropies for entropies in learner.entropies(rows)]
+    means = [
+        _span_mean(trajectories[i], one, settings) for i, one in zip(scored, at_actions(tokens, rows), strict=True)
+    ]
+    values = dict.fromkeys(missing, min(means)) | dict(zip(scored, means, strict=True))
+    for i, value in values.items():
+        one = trajectories[i]
+        reward = one.reward + settings.weight * value
+        episode = replace(
+            found[i].episode, trajectory=replace(one, rewards={**one.rewards, kind: value}, reward=reward)
+        )
+        found[i] = replace(found[i], episode=episode)
+    return recompute_samples(found, learner.algorithm, max_length)
+
+
+def _span_mean(trajectory: Trajectory, values: Tensor, settings: UnsupervisedConfig) -> float:
+    """Return the mean of the values of the action tokens over the span, in float64."""
+    lengths = [len(segment.tokens) for segment in new_actions(trajectory) if segment.tokens]
+    start = 0 if settings.span == "response" else sum(islice(lengths, len(lengths) - 1))
+    return float(values[start:].double().mean())

@@ -19,7 +19,7 @@ from ludus.diagnostics.alarms import rules
 from ludus.envs.base import World
 from ludus.envs.mixture import worlds_in
 from ludus.envs.registry import build_world, check_sandbox
-from ludus.errors import ConfigError, did_you_mean
+from ludus.errors import ConfigError, did_you_mean, reject_combination
 from ludus.evaluation.env_audit import AuditProgress, CheckPlan, reject_cheats
 from ludus.evaluation.evaluate import check_evaluation
 from ludus.rewards.registry import has_extra_rewards
@@ -29,13 +29,13 @@ from ludus.rollouts.scheduler import sampling_params
 from ludus.tools.notes import Notes, notes_tools
 from ludus.training.collection.demonstrations import uses_demonstrations
 from ludus.training.collection.exploration import check_exploration
+from ludus.training.collection.guidance import check_guidance, check_self_teacher
 from ludus.training.collection.replay_buffer import check_sources
 from ludus.training.collection.rewards.reward_plan import check_reward_settings, reward_warnings
 from ludus.training.collection.rollout_collector import max_waits_of
 from ludus.training.collection.task_categories import check_curriculum
 from ludus.training.credit.roles import ROLE, is_proposer
 from ludus.training.datasets.token_limits import check_prompts
-from ludus.training.rl.guidance_checks import check_guidance, check_self_teacher
 from ludus.training.rl.sync_trainer import task_order
 from ludus.training.run.preflight import check_plugins
 from ludus.training.run.session import TrainingSession, open_session
@@ -320,7 +320,7 @@ def check_agents(config: Config, world: World) -> None:
     if runs_agents or delegates:
         what = "episodes of agents" if runs_agents else "episodes with sub-agents (rollout.subagents)"
     rewrites = bool(context.max_tokens)
-    unsupported = {
+    cases = {
         "rollout.partial": rollout.partial.is_set,
         "rollout.branch": rollout.branch.branches > 0,
         "cluster.enabled": config.cluster.enabled and runs_agents,
@@ -329,8 +329,7 @@ def check_agents(config: Config, world: World) -> None:
         "training.learner.replay_routing": config.training.learner.replay_routing,
         f"env.rendering = '{config.env.rendering}'": (rewrites or delegates) and config.env.rendering != "chat",
     }
-    if found := [name for name, is_set in unsupported.items() if is_set]:
-        raise ConfigError(f"{found[0]} does not apply to {what}.", "Unset one of them.")
+    reject_combination(f"{{}} does not apply to {what}.", cases)
     if context.max_tokens >= rollout.max_seq_len:
         text = f"rollout.context.max_tokens ({context.max_tokens}) is not below max_seq_len ({rollout.max_seq_len})."
         raise ConfigError(text, "Lower it, so that a summary fits.")
@@ -343,19 +342,17 @@ def check_notes(config: Config, world: World) -> None:
     rollout = config.rollout
     if rollout.notes.scope == "none":
         return
-    unsupported = {
+    cases = {
         "rollout.agent": rollout.agent.is_set or world.needs_server,
         f"env.rendering = '{config.env.rendering}'": config.env.rendering != "chat",
     }
     if rollout.notes.scope == "task":
-        unsupported |= {
+        cases |= {
             f"training.mode = '{config.training.mode}'": config.training.mode != "sync",
             "rollout.partial": rollout.partial.is_set,
             "rollout.branch": rollout.branch.branches > 0,
         }
-    if found := [name for name, is_set in unsupported.items() if is_set]:
-        text = f"{found[0]} does not apply to notes (rollout.notes.scope = '{rollout.notes.scope}')."
-        raise ConfigError(text, "Unset one of them.")
+    reject_combination(f"{{}} does not apply to notes (rollout.notes.scope = '{rollout.notes.scope}').", cases)
     names = {tool.name for tool in notes_tools(Notes())}
     if taken := names.intersection(world_tools(config, world)):
         raise ConfigError(f"The world {world.name!r} has a tool {min(taken)!r}.", "Unset rollout.notes.")
@@ -388,14 +385,13 @@ def check_opponents(config: Config, world: World) -> None:
     if not world.needs_opponents:
         text = f"rollout.opponents would have no effect: no training task of {world.name!r} has such an opponent."
         raise ConfigError(text, "Unset it, or name the opponent in env.settings.")
-    unsupported = {
+    cases = {
         "engine.url": config.engine.is_external,
         "engine.plugin": config.engine.plugin is not None,
         "training.learner.ranks": config.training.learner.ranks > 1,
         "training.mode": config.training.mode != "sync",
     }
-    if found := [name for name, applies in unsupported.items() if applies]:
-        raise ConfigError(f"rollout.opponents cannot be combined with {found[0]}.", "Unset one of them.")
+    reject_combination("rollout.opponents cannot be combined with {}.", cases)
 
 
 def check_role_adapters(config: Config, algorithm: Algorithm, world: World) -> None:
@@ -404,7 +400,7 @@ def check_role_adapters(config: Config, algorithm: Algorithm, world: World) -> N
     if not roles:
         return
     models = (Need.CRITIC, Need.OUTCOME_CRITIC, Need.PROCESS_REWARD_MODEL)
-    unsupported = {
+    cases = {
         "engine.url": config.engine.is_external,
         "engine.plugin": config.engine.plugin is not None,
         "cluster.enabled": config.cluster.enabled,
@@ -414,8 +410,7 @@ def check_role_adapters(config: Config, algorithm: Algorithm, world: World) -> N
         f"algorithm.loss = {algorithm.loss!r}": algorithm.loss_spec.has(Need.DEMONSTRATIONS),
         f"algorithm.advantage = {algorithm.advantage!r}": any(map(algorithm.advantage_spec.has, models)),
     }
-    if found := [name for name, applies in unsupported.items() if applies]:
-        raise ConfigError(f"model.lora.roles cannot be combined with {found[0]}.", "Unset one of them.")
+    reject_combination("model.lora.roles cannot be combined with {}.", cases)
     named = [*world.roles, *(["sub"] if config.rollout.subagents.max_depth else []), POLICY]
     known = list(dict.fromkeys(role.partition(":")[0] for role in named))
     unknown = [role for role in roles if role not in known]

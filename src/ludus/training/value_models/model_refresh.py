@@ -19,7 +19,7 @@ from pydantic import TypeAdapter
 from torch import Tensor
 
 from ludus.config.schema import Config
-from ludus.config.sections.parts.reward_models import ModelRefreshConfig
+from ludus.config.sections.parts.terms import ModelRefreshConfig
 from ludus.errors import LearnerError
 from ludus.evaluation.roc import auc
 from ludus.rewards.base import Reward, success

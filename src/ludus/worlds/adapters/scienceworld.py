@@ -80,12 +80,7 @@ def make_scienceworld_world(settings: Mapping[str, object], limits: ToolLimits) 
     """Build the world (the registered factory). Raises ConfigError; UserError without the package or without Java."""
     chosen = read_settings(ScienceWorldSettings, settings)
     package = load_package("scienceworld", "scienceworld", "scienceworld")
-
-    def start() -> ScienceWorldProcess:
-        process: ScienceWorldProcess = package.ScienceWorldEnv(envStepLimit=1_000_000)
-        return process
-
-    pool = JavaPool(start)
+    pool = JavaPool[ScienceWorldProcess](lambda: package.ScienceWorldEnv(envStepLimit=1_000_000))
     process = pool.take()
     try:
         names = process.get_task_names()

@@ -23,7 +23,6 @@ from ludus.envs.settings import read_settings
 from ludus.envs.simulator_world import Observation, SimulatorWorld
 from ludus.envs.tool_env import ToolLimits
 from ludus.errors import ConfigError
-from ludus.types import Task
 from ludus.worlds.adapters.base import (
     BoundedSimulator,
     ExpertSettings,
@@ -178,7 +177,6 @@ def make_textworld_world(settings: Mapping[str, object], limits: ToolLimits) -> 
     finally:
         simulator.close()
 
-    def make(task: Task) -> TextWorldSimulator:
-        return TextWorldSimulator(maker, task.seed)
-
-    return SimulatorWorld("textworld", lists, make, blocks=True, flaw=chosen.flaw)
+    return SimulatorWorld(
+        "textworld", lists, lambda task: TextWorldSimulator(maker, task.seed), blocks=True, flaw=chosen.flaw
+    )

@@ -79,12 +79,7 @@ def make_textworld_express_world(settings: Mapping[str, object], limits: ToolLim
     """Build the world (the registered factory). Raises ConfigError; UserError without the package or without Java."""
     chosen = read_settings(TextWorldExpressSettings, settings)
     package = load_package("textworld_express", "textworld-express", "textworld-express")
-
-    def start() -> TextWorldExpressProcess:
-        process: TextWorldExpressProcess = package.TextWorldExpressEnv(envStepLimit=1_000_000)
-        return process
-
-    pool = JavaPool(start)
+    pool = JavaPool[TextWorldExpressProcess](lambda: package.TextWorldExpressEnv(envStepLimit=1_000_000))
     process = pool.take()
     try:
         load_game(process, chosen, "train", 0)

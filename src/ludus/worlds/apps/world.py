@@ -15,11 +15,10 @@ from typing import Literal
 
 from pydantic import Field
 
-from ludus.envs.messages import assistant
 from ludus.envs.settings import read_settings
 from ludus.envs.simulator_world import Observation, Simulator, play_expert
 from ludus.envs.tool_env import ToolLimits
-from ludus.envs.tool_world import Dialogue
+from ludus.envs.tool_world import Dialogue, assistant
 from ludus.rewards.base import truth_of
 from ludus.types import Message, Task
 from ludus.worlds.apps.pages import as_html, as_tree

@@ -18,10 +18,9 @@ from pydantic import Field
 
 from ludus.config.sections.rollout import ContextConfig
 from ludus.envs.base import World
-from ludus.envs.messages import assistant, summary_message, tool_turn
 from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.tool_env import ToolEnv, ToolLimits
-from ludus.envs.tool_world import Dialogue, split_of
+from ludus.envs.tool_world import Dialogue, assistant, split_of, summary_message, tool_turn
 from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.exact_match import ExpectedAnswers, strict_match
 from ludus.tools.base import Tool, ToolError, Traits, tool

@@ -19,11 +19,10 @@ from typing import Any, ClassVar, Final, Literal
 from pydantic import Field, TypeAdapter
 
 from ludus.envs.base import SandboxWorld, shipped_report
-from ludus.envs.messages import assistant, tool_turn
 from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.task_archive import SPLITS, packed_lines
 from ludus.envs.tool_env import ToolEnv, ToolLimits
-from ludus.envs.tool_world import Dialogue, split_of
+from ludus.envs.tool_world import Dialogue, assistant, split_of, tool_turn
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.code.turns import TurnVerifier, suite_progress, turn_report

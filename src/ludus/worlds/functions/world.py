@@ -17,11 +17,10 @@ from typing import Literal
 from pydantic import Field
 
 from ludus.envs.base import SandboxWorld, shipped_report
-from ludus.envs.messages import assistant, tool_call
 from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.task_archive import SPLITS, in_turn, repeat_lines, split_sizes
 from ludus.envs.tool_env import ToolEnv, ToolLimits, describe_error
-from ludus.envs.tool_world import Dialogue, check_split
+from ludus.envs.tool_world import Dialogue, assistant, check_split, tool_call
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.code.turns import TurnVerifier

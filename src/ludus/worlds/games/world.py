@@ -16,10 +16,9 @@ from typing import Literal, Protocol
 from pydantic import Field
 
 from ludus.envs.base import Environment, PolicySession, World
-from ludus.envs.messages import assistant
 from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.tool_env import ToolLimits
-from ludus.envs.tool_world import Dialogue, split_of
+from ludus.envs.tool_world import Dialogue, assistant, split_of
 from ludus.rewards.base import Reward
 from ludus.types import Action, Message, StepResult, Task, Trajectory
 from ludus.worlds.games.kuhn import Kuhn

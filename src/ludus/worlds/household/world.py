@@ -20,7 +20,7 @@ from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.simulator_world import SimulatorWorld, play_expert
 from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import Dialogue
-from ludus.types import Message, Task
+from ludus.types import Message, Task, grouped
 from ludus.worlds.household.layouts import (
     FAMILIES,
     Family,
@@ -138,10 +138,8 @@ def split_layouts(settings: HouseholdSettings) -> dict[str, list[Layout]]:
 def tasks_of(layout: Layout, split: str, settings: HouseholdSettings) -> Iterator[Task]:
     """Yield the tasks in a layout, of its families in turn."""
     rng, new = random.Random(f"household/{settings.seed}/tasks/{layout.name}"), split == "composition"
-    by_family: dict[str, list[HouseholdGoal]] = {}
-    for goal in goals_of(layout, settings.families):
-        if is_held_out(goal.kind, goal.target) is new:
-            by_family.setdefault(goal.family, []).append(goal)
+    allowed = (one for one in goals_of(layout, settings.families) if is_held_out(one.kind, one.target) is new)
+    by_family = grouped(allowed, lambda goal: goal.family)
     for goals in by_family.values():
         rng.shuffle(goals)
     families = rng.sample(list(by_family), len(by_family))

@@ -27,7 +27,7 @@ from ludus.rewards.base import Reward
 from ludus.rewards.extract import last_output
 from ludus.tools.base import FunctionSchema, Tool, ToolSchema, described_tool
 from ludus.types import JSON, Action, Message, StepResult, Task, ToolCall, ToolOutcome, ToolStatus, Trajectory
-from ludus.untrusted.replies import bounded_client
+from ludus.untrusted.json_client import bounded_client
 
 _Role = Literal["system", "user", "assistant"]
 _ROLES: Final[Mapping[str, _Role]] = {

@@ -17,7 +17,7 @@ from ludus.envs.task_files import SPLITS
 from ludus.envs.tool_env import ToolLimits
 from ludus.rewards.extract import NotJson, read_json
 from ludus.types import Message, Task
-from ludus.untrusted.replies import get_bounded
+from ludus.untrusted.json_client import get_bounded
 from ludus.worlds.adapters.base import load_package
 
 _REFUSED = "VALIDATION_ERROR"

@@ -18,10 +18,9 @@ from typing import TYPE_CHECKING, Final, Literal
 
 from ludus.engines.control_tokens import read_token
 from ludus.envs.base import Environment, World
-from ludus.envs.messages import assistant, tool_turn
 from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.tool_env import ToolLimits, tool_message
-from ludus.envs.tool_world import Dialogue, split_of
+from ludus.envs.tool_world import Dialogue, assistant, split_of, tool_turn
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.rewards.extract import last_output

@@ -20,10 +20,9 @@ from typing import Final, Literal, Self
 
 from pydantic import Field, model_validator
 
-from ludus.envs.messages import assistant
 from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.tool_env import ToolLimits
-from ludus.envs.tool_world import Dialogue, ToolWorld
+from ludus.envs.tool_world import Dialogue, ToolWorld, assistant
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
 from ludus.rewards.verdicts import judge_prompt, parse_verdict, verdicts

@@ -16,11 +16,10 @@ from pydantic import Field
 from ludus.envs import task_files
 from ludus.envs.base import SandboxWorld, shipped_report
 from ludus.envs.benchmarks import BenchmarkName
-from ludus.envs.messages import assistant, tool_turn
 from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.task_archive import SPLITS, read_lines, repeat_lines, split_sizes
 from ludus.envs.tool_env import ToolEnv, ToolLimits
-from ludus.envs.tool_world import Dialogue, check_split
+from ludus.envs.tool_world import Dialogue, assistant, check_split, tool_turn
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 from ludus.rewards.exact_match import well_formed

@@ -28,10 +28,9 @@ from typing import Final, Literal, NamedTuple, get_args
 from pydantic import Field
 
 from ludus.envs.base import Environment, PolicySession, SandboxWorld
-from ludus.envs.messages import assistant
 from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.tool_env import ToolLimits
-from ludus.envs.tool_world import Dialogue, split_of
+from ludus.envs.tool_world import Dialogue, assistant, split_of
 from ludus.rewards.base import Reward
 from ludus.types import Action, Message, StepResult, Task, Trajectory
 from ludus.worlds.code.grader import LIMITS, CodeGrader, Grading, read_value
@@ -42,6 +41,7 @@ from ludus.worlds.proposals.programs import (
     Kind,
     Malformed,
     Problem,
+    cluster_shares,
     draw_problem,
     is_pure,
     proposer_prompt,
@@ -50,7 +50,6 @@ from ludus.worlds.proposals.programs import (
     read_proposal,
     text_of,
 )
-from ludus.worlds.proposals.repetition import cluster_shares
 
 MALFORMED: Final = -1.0
 """Reward of a reply that does not have the requested form, and under `uncertainty` of every invalid proposal."""

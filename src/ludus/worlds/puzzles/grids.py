@@ -6,6 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from typing import ClassVar, Final
 
+from ludus.types import grouped
 from ludus.worlds.puzzles.base import Level, Puzzle, View, shortest
 
 Cell = tuple[int, int]
@@ -31,9 +32,7 @@ def drawn(size: int, cells: dict[Cell, str], view: View) -> str:
     """Return a square as rows of characters, or as sentences with the cells of each kind as row,column."""
     if view == "grid":
         return "\n".join("".join(cells.get((i, j), "_") for j in range(size)) for i in range(size))
-    kinds: dict[str, list[Cell]] = {}
-    for cell in sorted(cells):
-        kinds.setdefault(cells[cell], []).append(cell)
+    kinds = grouped(sorted(cells), lambda cell: cells[cell])
     return f"{size} rows. " + " ".join(
         f"{_NAMES[kind]}: {' '.join(f'{i},{j}' for i, j in kinds[kind])}." for kind in _NAMES if kind in kinds
     )

@@ -10,6 +10,7 @@ from functools import cache, cached_property
 from typing import NamedTuple
 
 from ludus.envs.task_archive import packed_lines
+from ludus.types import grouped
 
 KINDS = {"airport": ("airports", "m"), "city": ("cities", "people")}
 """Kind of a place -> its plural and the unit of its value."""
@@ -91,11 +92,7 @@ class Facts:
 
     @cached_property
     def _airports_of(self) -> Mapping[str, list[Place]]:
-        found: dict[str, list[Place]] = {}
-        for one in self.places.values():
-            if one.city:
-                found.setdefault(one.city, []).append(one)
-        return found
+        return grouped((one for one in self.places.values() if one.city), lambda one: one.city)
 
     def of_country(self, country: str, kind: str) -> Sequence[Place]:
         """Return the places of a kind in a country, by title."""

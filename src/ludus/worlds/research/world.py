@@ -17,13 +17,12 @@ from typing import Final, Literal
 from pydantic import Field
 
 from ludus.envs.base import SandboxWorld
-from ludus.envs.messages import assistant, tool_turn
 from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.task_archive import SPLITS, split_sizes
 from ludus.envs.tool_env import ToolEnv, ToolLimits
-from ludus.envs.tool_world import Dialogue, check_split
+from ludus.envs.tool_world import Dialogue, assistant, check_split, tool_turn
 from ludus.rewards.base import Reward
-from ludus.rewards.code.turns import Progress, TurnVerifier, turn_of_call
+from ludus.rewards.code.turns import Progress, TurnVerifier, outcomes_by_turn
 from ludus.rewards.exact_match import exact_match
 from ludus.rewards.rubric import Rubric
 from ludus.rewards.shaping import only_if
@@ -165,11 +164,8 @@ def rubric(task: Task, trajectory: Trajectory) -> float:
 
 def pages_by_turn(task: Task, trajectory: Trajectory) -> Progress:
     """Return the milestones: the pages of the solution that each turn opened."""
-    pages, reached = _solved(task).pages, [set[str]() for _ in range(trajectory.num_turns)]
-    for outcome in trajectory.outcomes:
-        turn, title = turn_of_call(outcome.call_id), opened_page(outcome)
-        if title in pages and turn is not None and turn < len(reached):
-            reached[turn].add(title)
+    pages = _solved(task).pages
+    reached = [set(pages).intersection(map(opened_page, own)) for own in outcomes_by_turn(trajectory)]
     return Progress(reached, len(pages))
 
 

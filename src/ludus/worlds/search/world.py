@@ -17,14 +17,13 @@ from typing import Literal
 from pydantic import Field
 
 from ludus.envs.base import World
-from ludus.envs.messages import assistant, tool_turn
 from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.task_archive import SPLITS
 from ludus.envs.tool_env import ToolEnv, ToolLimits
-from ludus.envs.tool_world import Dialogue, check_split
+from ludus.envs.tool_world import Dialogue, assistant, check_split, tool_turn
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
-from ludus.rewards.code.turns import Progress, TurnVerifier, turn_of_call
+from ludus.rewards.code.turns import Progress, TurnVerifier, outcomes_by_turn
 from ludus.rewards.exact_match import ExpectedAnswers, exact_match, strict_match, token_f1, well_formed
 from ludus.rewards.process import Retrieval, Retriever
 from ludus.rewards.shaping import citation_support, either, only_if
@@ -172,12 +171,8 @@ class SearchWorld(World):
     def _passages(self, task: Task, trajectory: Trajectory) -> Retrieval:
         question = self._question(task)
         gold = () if question is None else tuple(dict.fromkeys(hop.passage for hop in question.hops))
-        by_turn: list[list[str]] = [[] for _ in range(trajectory.num_turns)]
-        for outcome in trajectory.outcomes:
-            turn = turn_of_call(outcome.call_id)
-            if outcome.status is ToolStatus.OK and turn is not None and turn < len(by_turn):
-                by_turn[turn] += outcome.output.split("\n")
-        return Retrieval(by_turn, gold)
+        fine = ([o for o in own if o.status is ToolStatus.OK] for own in outcomes_by_turn(trajectory))
+        return Retrieval([[line for o in own for line in o.output.split("\n")] for own in fine], gold)
 
     def _question(self, task: Task) -> SearchQuestion | None:
         split = task.tags.get("split", "")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import Literal, get_args
 
-from ludus.envs.messages import assistant, tool_turn
+from ludus.envs.tool_world import assistant, tool_turn
 from ludus.types import JSON, Message
 from ludus.worlds.service.desk import Desk
 from ludus.worlds.service.domain import Call, Cell, fill, filled, load_domain

@@ -14,11 +14,12 @@ from typing import Literal, Protocol
 
 from pydantic import BaseModel
 
+from ludus.chat.parse_json import tool_call
 from ludus.engines.remote.http_client import RemoteEngineSettings, Replica
 from ludus.envs.tool_env import ToolExecutor, tool_message
 from ludus.errors import UserError
 from ludus.tools.base import Tool
-from ludus.types import Action, CallError, FunctionCall, Message, MessageToolCall, ToolCall
+from ludus.types import Action, CallError, Message, ToolCall
 from ludus.worlds.service.desk import MAX_READ, Desk, mentions, mentions_all, phone_tools
 from ludus.worlds.service.domain import Cell, UserToolSpec, user_texts
 from ludus.worlds.service.grader import REFUSAL, Goal, Script
@@ -332,14 +333,10 @@ class EndpointUser:
         found = reply.choices[0].message if reply.choices else _ReplyMessage()
         message = Message(role="assistant", content=found.content or "")
         if found.tool_calls:
-            message["tool_calls"] = [_tool_call(one) for one in found.tool_calls]
+            calls = ((one.id, one.function) for one in found.tool_calls)
+            message["tool_calls"] = [tool_call(name, made.name, made.arguments) for name, made in calls]
         return message
 
     async def close(self) -> None:
         """Close the connections."""
         await self._replica.close()
-
-
-def _tool_call(call: _ReplyCall) -> MessageToolCall:
-    function = FunctionCall(name=call.function.name, arguments=call.function.arguments)
-    return MessageToolCall(id=call.id, type="function", function=function)

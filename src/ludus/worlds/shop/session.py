@@ -1,14 +1,21 @@
-"""One visit to the shop: the state machine behind all observations, the score of a purchase, and an expert."""
+"""One visit to the shop: the state machine behind all observations, its score, an expert, and visits in Chromium.
+
+Instructions are drawn from products, with constraints that the product satisfies. A pair of a product type and an
+attribute may be held out: it occurs in no instruction of `train`, `validation` and `composition`, and each instruction
+of `test` has at least one. `composition` has more constraints than training.
+"""
 
 from __future__ import annotations
 
 import random
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from itertools import count
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
-from ludus.worlds.shop.catalogue import Product, ProductCatalogue, item_id
+from ludus.worlds.browser import BrowserTab, SiteBrowser
+from ludus.worlds.shop.catalogue import Product, ProductCatalogue, catalogue, catalogue_data, item_id
 from ludus.worlds.shop.pages import (
     BACK,
     BUY,
@@ -17,6 +24,7 @@ from ludus.worlds.shop.pages import (
     NEXT,
     PREVIOUS,
     Page,
+    as_document,
     detail_page,
     done_page,
     item_page,
@@ -299,3 +307,130 @@ def expert_turns(goal: ShopGoal, catalogue: ProductCatalogue, page_size: int, li
         if session.place == "done":
             return turn + 1 if session.success else None
     return None
+
+
+if TYPE_CHECKING:
+    from playwright.async_api import Page
+
+_BUTTONS = "button[name=click]"
+
+
+class _ShopSite:
+    """The site of a visit: its current page, at any path."""
+
+    def __init__(self, session: ShopSession) -> None:
+        self._session = session
+
+    def document(self, path: str) -> str | None:
+        return as_document(self._session.page)
+
+    def submit(self, path: str, form: Mapping[str, str]) -> str | None:
+        is_search = "query" in form
+        self._session.act(ShopAction(is_search, form.get("query" if is_search else "click", "")))
+        return "/"
+
+
+class BrowserVisit(PageVisit):
+    """A visit in a browser tab. Observations are read from the document, and clicks are clicks of a mouse."""
+
+    def __init__(self, tab: BrowserTab) -> None:
+        self._tab = tab
+
+    def read(self) -> str:
+        """Return the visible text of the document, without empty lines."""
+        text = self._tab.run(self._tab.page.inner_text("body"))
+        return "\n".join(line.rstrip() for line in text.splitlines() if line.strip())
+
+    def clickable(self) -> list[str]:
+        return self._tab.run(self._tab.page.locator(_BUTTONS).all_inner_texts())
+
+    def act(self, action: ShopAction) -> bool:
+        return self._tab.run(_act(self._tab.page, action))
+
+    def close(self) -> None:
+        self._tab.close()
+
+
+def open_visit(browser: SiteBrowser, session: ShopSession) -> BrowserVisit:
+    """Return a visit at its first page. Raises UserError without Playwright or Chromium."""
+    return BrowserVisit(browser.open(_ShopSite(session)))
+
+
+async def _act(page: Page, action: ShopAction) -> bool:
+    """Fill in the search field, or click a button; return false if the document does not have it."""
+    if action.is_search:
+        field = page.locator("input[name=query]")
+        if not await field.count():
+            return False
+        await field.fill(action.argument)
+        target = page.get_by_role("button", name="Search", exact=True)
+    else:
+        labels = await page.locator(_BUTTONS).all_inner_texts()
+        label = action.find(labels)
+        if label is None:
+            return False
+        target = page.locator(_BUTTONS).nth(labels.index(label))
+    async with page.expect_navigation(wait_until="domcontentloaded"):
+        await target.click()
+    return True
+
+
+SPLITS: Mapping[str, float] = {"train": 0.6, "validation": 0.1, "test": 0.2, "composition": 0.1}
+"""Splits, with their fractions of the tasks."""
+
+
+SHAPES: Mapping[int, tuple[int, int]] = {1: (1, 1), 2: (2, 1), 3: (2, 2), 4: (3, 2)}
+"""Numbers of attributes and options by level; `composition` has level 4."""
+
+
+MAX_REPEATED = 1000
+"""Number of successive draws without a new instruction after which there are no more."""
+
+
+HELD_OUT = 0.25
+"""Fraction of the pairs of type and attribute that are held out."""
+
+
+def is_held_out(type_: str, attribute: str) -> bool:
+    """Return whether a pair occurs only in `test`."""
+    return random.Random(f"held out:{type_}:{attribute}").random() < HELD_OUT
+
+
+def goals(
+    split: str, levels: Sequence[int], categories: Sequence[str], seed: int | str
+) -> Iterator[tuple[int, ShopGoal]]:
+    """Yield level and goal of distinct instructions in a fixed order, until most draws would be repetitions."""
+    rng = random.Random(f"shop:{split}:{seed}")
+    products = [one for one in catalogue().products.values() if one.is_cheapest and one.category in categories]
+    seen: set[object] = set()
+    last = 0
+    for draw in count():
+        if draw - last > MAX_REPEATED:
+            return
+        product = rng.choice(products)
+        level = 4 if split == "composition" else rng.choice(levels)
+        num_attributes, num_options = SHAPES[level]
+        attributes = tuple(rng.sample(product.attributes, num_attributes))
+        has_held_out = any(is_held_out(product.type, attribute) for attribute in attributes)
+        names = sorted(rng.sample(list(product.options), num_options))
+        options = tuple((name, rng.choice(product.options[name])) for name in names)
+        goal = _goal(product, attributes, options, rng)
+        key = (product.id, frozenset(attributes), options)
+        if has_held_out == (split == "test") and key not in seen:
+            seen.add(key)
+            last = draw
+            yield level, goal
+
+
+def _goal(
+    product: Product, attributes: tuple[str, ...], options: tuple[tuple[str, str], ...], rng: random.Random
+) -> ShopGoal:
+    price = product.price + 10 - product.price % 10 + rng.choice((0, 0, 10))
+    text = rng.choice(catalogue_data().phrasings).format(
+        a="an" if attributes[0][0] in "aeiou" else "a",
+        attributes=", ".join(attributes),
+        type=product.type,
+        options=" and ".join(f"{name} {value}" for name, value in options),
+        price=price,
+    )
+    return ShopGoal(text, product.title, product.type, attributes, options, price)

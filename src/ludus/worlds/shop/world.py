@@ -15,30 +15,30 @@ from typing import Literal
 
 from pydantic import Field
 
-from ludus.envs.messages import assistant
 from ludus.envs.settings import read_settings
 from ludus.envs.simulator_world import SIMULATOR_REWARDS, Observation, Simulator, play_expert
 from ludus.envs.tool_env import ToolLimits
-from ludus.envs.tool_world import Dialogue
+from ludus.envs.tool_world import Dialogue, assistant
 from ludus.errors import ConfigError
 from ludus.rewards.base import truth_of
 from ludus.types import Message, Task
 from ludus.worlds.browser import BrowserSettings, BrowserWorld, SiteBrowser
-from ludus.worlds.shop.browser import open_visit
 from ludus.worlds.shop.catalogue import catalogue, catalogue_data
 from ludus.worlds.shop.pages import BUY, Page, as_html, as_text, search_page
 from ludus.worlds.shop.session import (
+    SPLITS,
     Flaws,
     PageVisit,
     ShopAction,
     ShopGoal,
     ShopSession,
     expert_turns,
+    goals,
     num_checkpoints,
+    open_visit,
     parse_action,
     shopper_action,
 )
-from ludus.worlds.shop.tasks import SPLITS, goals
 
 SYSTEM = "Buy what the user wants in a shop. Reply with search[words], or click[...] with an item, option or button."
 Rendering = Literal["text", "html", "browser"]

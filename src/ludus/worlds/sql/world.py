@@ -17,11 +17,10 @@ from typing import Literal
 from pydantic import Field
 
 from ludus.envs.base import World, shipped_report
-from ludus.envs.messages import assistant, tool_turn
 from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.task_archive import SPLITS
 from ludus.envs.tool_env import ToolEnv, ToolLimits, describe_error
-from ludus.envs.tool_world import Dialogue, split_of
+from ludus.envs.tool_world import Dialogue, assistant, split_of, tool_turn
 from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.code.turns import TurnVerifier
 from ludus.rewards.exact_match import well_formed

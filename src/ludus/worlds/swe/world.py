@@ -14,11 +14,10 @@ from typing import Final, Literal
 from pydantic import Field
 
 from ludus.envs.base import SessionWorld
-from ludus.envs.messages import calling_message, tool_turn
 from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.sources import fetch, require
 from ludus.envs.tool_env import ToolEnv, ToolLimits
-from ludus.envs.tool_world import Dialogue, check_split
+from ludus.envs.tool_world import Dialogue, calling_message, check_split, tool_turn
 from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.unit_tests import share_passed, suite_passes

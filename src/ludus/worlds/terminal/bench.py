@@ -25,7 +25,7 @@ from importlib import resources
 from pathlib import Path, PurePosixPath
 from typing import ClassVar, Final, Literal, TypeGuard
 
-from ludus.envs.messages import assistant, tool_turn
+from ludus.envs.tool_world import assistant, tool_turn
 from ludus.errors import ConfigError
 from ludus.rewards.code.pytest_archive import pytest_archive
 from ludus.rewards.code.unit_tests import Suite

@@ -13,11 +13,10 @@ from pathlib import Path
 from typing import ClassVar, Final
 
 from ludus.envs.base import SessionWorld, shipped_report
-from ludus.envs.messages import assistant, tool_turn
 from ludus.envs.settings import read_settings
 from ludus.envs.task_archive import SPLITS
 from ludus.envs.tool_env import ToolEnv, ToolLimits
-from ludus.envs.tool_world import Dialogue, split_of
+from ludus.envs.tool_world import Dialogue, assistant, split_of, tool_turn
 from ludus.errors import ConfigError, WorldError
 from ludus.rewards.base import Reward, truth_of
 from ludus.rewards.code.turns import TurnVerifier, suite_progress, turn_report

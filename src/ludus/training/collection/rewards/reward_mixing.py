@@ -33,8 +33,14 @@ from ludus.rewards.registry import MODEL_PART, has_extra_rewards, training_parts
 from ludus.rollouts.reward_executor import ProcessRewardExecutor, add_seconds
 from ludus.rollouts.scheduler import Episode
 from ludus.rollouts.trees import map_paths, merge_paths
-from ludus.training.collection.rewards.objectives import CostConstraint
-from ludus.training.collection.rewards.reward_plan import RANKED, RewardPart, has_stage_weights, plan_parts, plan_stages
+from ludus.training.collection.rewards.reward_plan import (
+    RANKED,
+    CostConstraint,
+    RewardPart,
+    has_stage_weights,
+    plan_parts,
+    plan_stages,
+)
 from ludus.training.collection.rewards.unsupervised_rewards import majority_metrics, with_unsupervised_part
 from ludus.training.credit.turn_rewards import with_length, with_turn_rewards
 from ludus.training.run.session import TrainingSession

@@ -40,9 +40,9 @@ from typing import Annotated, Final, Literal, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, Field, JsonValue, NonNegativeInt, ValidationError
 
-from ludus.envs.messages import assistant, tool_call
 from ludus.envs.task_files import Record, RecordError, parse_record, read_lines, text_field
 from ludus.envs.tool_env import ToolEnv, ToolLimits
+from ludus.envs.tool_world import assistant, tool_call
 from ludus.errors import UserError, WorldError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.unit_tests import Suite

@@ -3,12 +3,15 @@
 The first episode is the ordinary one. Each simulation descends from the root by UCB1, expands the first node without
 proposals, and continues one unvisited action to the end of an episode, in a fresh environment to which the recorded
 actions are replayed. The requests of a tree run one after another, so that it depends on the seed only; trees of
-several tasks run concurrently. An error of the environment ends its action, not the search.
+several tasks run concurrently. An error of the environment ends its action, not the search. Every sampled episode is a
+path of the tree, so that the visits of a node are the sum of the visits of its actions.
 """
 
 from __future__ import annotations
 
-from collections.abc import Awaitable, Callable, Mapping, Sequence
+import math
+import re
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from ludus.chat.render import decode_exactly
@@ -17,12 +20,206 @@ from ludus.engines.base import seed_for
 from ludus.envs.base import World
 from ludus.errors import ConfigError, WorldError
 from ludus.rewards.base import Reward, success
-from ludus.rollouts.episode import EngineChatSession, RestoreError
+from ludus.rollouts.episode import ChatSession, EngineChatSession, RestoreError
 from ludus.rollouts.scheduler import ChatSessionFactory, RolloutRequest
-from ludus.rollouts.search.critic import SelfCritique, token_session
-from ludus.rollouts.search.tree import Candidate, SearchNode, back_up, insert_episode
 from ludus.rollouts.trees import RunPath, TrajectoryBranch, graft_branches
-from ludus.types import Segment, Trajectory
+from ludus.types import Message, Segment, StopReason, Trajectory
+
+
+def ucb1(value: float, visits: int, node_visits: int, exploration: float) -> float:
+    """Return `value + exploration * sqrt(ln(node_visits) / (1 + visits))`; without visits of the node, the value."""
+    return value + exploration * math.sqrt(math.log(max(1, node_visits)) / (1 + visits))
+
+
+def action_value(mean: float | None, critic: float, alpha: float) -> float:
+    """Return `alpha * mean + (1 - alpha) * critic`; the critic's score for an action without visits (mean None)."""
+    return critic if mean is None else alpha * mean + (1 - alpha) * critic
+
+
+def rank_scores(rankings: Sequence[Sequence[int]], num: int) -> list[float]:
+    """Return a score in [0, 1] for each of `num` candidates: 1 for the first rank, 0 for the last.
+
+    A ranking lists candidates from the best to the worst; missing ones share the mean of the remaining ranks. Scores
+    are averaged over the rankings, and 0.5 without any.
+    """
+    if not rankings or num < 2:
+        return [0.5] * num
+    totals = [0.0] * num
+    for ranking in rankings:
+        rest = (len(ranking) + num - 1) / 2
+        for candidate in range(num):
+            rank = ranking.index(candidate) if candidate in ranking else rest
+            totals[candidate] += 1 - rank / (num - 1)
+    return [total / len(rankings) for total in totals]
+
+
+@dataclass(eq=False)
+class Candidate:
+    """An action of a node. `node` is the state after it, None before its first visit and at the end of an episode."""
+
+    action: Segment
+    critic: float = 0.5
+    visits: int = 0
+    total: float = 0.0
+    node: SearchNode | None = None
+    failed: bool = False
+    """Whether the environment failed, or did not repeat its observations, after this action."""
+
+    @property
+    def mean(self) -> float | None:
+        """Mean value of the episodes through it; None without visits."""
+        return self.total / self.visits if self.visits else None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether no further episode can be sampled below it."""
+        return self.failed or (self.visits > 0 and (self.node is None or self.node.is_closed))
+
+
+@dataclass(eq=False)
+class SearchNode:
+    """State before an action: the segments of its history, and the number of the episode that reached it first.
+
+    `unsampled` is the number of proposals that are still to be sampled; None before the node is expanded.
+    """
+
+    history: tuple[Segment, ...]
+    episode: int = 0
+    candidates: list[Candidate] = field(default_factory=list)
+    unsampled: int | None = None
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether all of its proposals are sampled and closed."""
+        return self.unsampled == 0 and all(one.is_closed for one in self.candidates)
+
+    @property
+    def visits(self) -> int:
+        """Number of episodes through it."""
+        return sum(one.visits for one in self.candidates)
+
+    def candidate(self, action: Segment) -> Candidate:
+        """Return the candidate with the tokens of an action, which is added if missing."""
+        for one in self.candidates:
+            if one.action.tokens == action.tokens:
+                return one
+        self.candidates.append(Candidate(action))
+        return self.candidates[-1]
+
+    def select(self, exploration: float, alpha: float) -> Candidate | None:
+        """Return the open candidate with the highest UCB1, the first of equal ones.
+
+        None if an unsampled proposal, with the critic's score 0.5, has a higher UCB1.
+        """
+        total = self.visits
+        scores = {
+            one: ucb1(action_value(one.mean, one.critic, alpha), one.visits, total, exploration)
+            for one in self.candidates
+            if not one.is_closed
+        }
+        best = max(scores, key=lambda one: scores[one], default=None)
+        if self.unsampled and (best is None or ucb1(0.5, 0, total, exploration) > scores[best]):
+            return None
+        return best
+
+    def walk(self) -> Iterator[SearchNode]:
+        """Yield this node and all nodes below it, depth first."""
+        yield self
+        for one in self.candidates:
+            if one.node is not None:
+                yield from one.node.walk()
+
+
+def insert_episode(root: SearchNode, segments: Sequence[Segment], episode: int) -> list[Candidate]:
+    """Add an episode (a chain that begins with the root's history) to the tree; return its actions."""
+    actions = [i for i, segment in enumerate(segments) if segment.kind == "action"]
+    node: SearchNode | None = root
+    path: list[Candidate] = []
+    for i, following in zip(actions, [*actions[1:], None], strict=True):
+        assert node is not None
+        path.append(node.candidate(segments[i]))
+        if following is not None and path[-1].node is None:
+            path[-1].node = SearchNode(tuple(segments[:following]), episode)
+        node = path[-1].node
+    return path
+
+
+def back_up(paths: Sequence[Sequence[Candidate]], values: Sequence[float]) -> None:
+    """Set visits and totals of all candidates from the paths of the episodes and their values."""
+    for path in paths:
+        for one in path:
+            one.visits, one.total = 0, 0.0
+    for path, value in zip(paths, values, strict=True):
+        for one in path:
+            one.visits += 1
+            one.total += value
+
+
+QUESTION = """A dialogue with an assistant:
+
+{context}
+
+Candidates for {what}:
+
+{candidates}
+
+Rank the candidates from the best to the worst for solving the task. Answer only with their numbers, the best first, \
+for example: 2 1"""
+
+
+def parse_ranking(text: str, num: int) -> list[int]:
+    """Return the candidates (from 0) in the order of the numbers from 1 to `num` in the last line that has any."""
+    for line in reversed(text.splitlines()):
+        numbers = [int(found) - 1 for found in re.findall(r"(?<!\d)\d{1,3}(?!\d)", line)]
+        if ranking := list(dict.fromkeys(number for number in numbers if 0 <= number < num)):
+            return ranking
+    return []
+
+
+def token_session(session: ChatSession) -> EngineChatSession:
+    """Return a session with tokens, which a search needs."""
+    assert isinstance(session, EngineChatSession)  # `check_search` rejects other ones
+    return session
+
+
+@dataclass
+class SelfCritique:
+    """Rankings by the model with sessions of `make_chat`, greedily, with at most `max_tokens` tokens each."""
+
+    make_chat: Callable[[], ChatSession]
+    max_tokens: int
+    num_tokens: int = field(default=0, init=False)
+    num_rankings: int = field(default=0, init=False)
+    num_unparsed: int = field(default=0, init=False)
+
+    async def scores(self, context: str, what: str, candidates: Sequence[str]) -> list[float]:
+        """Return the `rank_scores` of candidates for `what` (such as "its next turn") after a dialogue."""
+        if len(candidates) < 2:
+            return [0.5] * len(candidates)
+        order = list(range(len(candidates)))
+        rankings = [
+            [shown[place] for place in await self._rank(context, what, [candidates[i] for i in shown])]
+            for shown in (order, order[::-1])
+        ]
+        self.num_rankings += len(rankings)
+        self.num_unparsed += sum(not ranking for ranking in rankings)
+        return rank_scores([ranking for ranking in rankings if ranking], len(candidates))
+
+    async def _rank(self, context: str, what: str, candidates: Sequence[str]) -> list[int]:
+        listed = "\n\n".join(f"[{number}] {text}" for number, text in enumerate(candidates, start=1))
+        question = QUESTION.format(context=context, what=what, candidates=listed)
+        session = token_session(self.make_chat())
+        params = replace(session.params, temperature=0.0, max_new_tokens=self.max_tokens)
+        session = replace(session, params=params, guided=False, episode=f"{session.episode}~critic")
+        try:
+            if session.open([Message(role="user", content=question)], ()) is not None:
+                return []
+            reply = await session.act()
+            self.num_tokens += sum(len(one.tokens) for one in session.segments if one.kind == "action")
+            return [] if isinstance(reply, StopReason) else parse_ranking(reply.message["content"], len(candidates))
+        finally:
+            session.close()
+
 
 Selector = Callable[[RolloutRequest, Sequence[Trajectory]], Awaitable[Sequence[float]]]
 """Callable that scores the episodes of a task so far, each from 0 to 1; a search values and selects by it."""

@@ -1,1 +1,0 @@
-"""Tree search over turns."""
