@@ -310,7 +310,7 @@ def expert_turns(goal: ShopGoal, catalogue: ProductCatalogue, page_size: int, li
 
 
 if TYPE_CHECKING:
-    from playwright.async_api import Page
+    from playwright.async_api import Page as BrowserPage
 
 _BUTTONS = "button[name=click]"
 
@@ -356,7 +356,7 @@ def open_visit(browser: SiteBrowser, session: ShopSession) -> BrowserVisit:
     return BrowserVisit(browser.open(_ShopSite(session)))
 
 
-async def _act(page: Page, action: ShopAction) -> bool:
+async def _act(page: BrowserPage, action: ShopAction) -> bool:
     """Fill in the search field, or click a button; return false if the document does not have it."""
     if action.is_search:
         field = page.locator("input[name=query]")
