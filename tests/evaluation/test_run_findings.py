@@ -3,6 +3,7 @@
 import random
 import tomllib
 from dataclasses import replace
+from functools import cache
 from importlib.resources import files
 
 import pytest
@@ -190,14 +191,20 @@ PLANTED = {
 """Changes of the healthy run, the severity and the topic of the finding, by fault."""
 
 
+@cache
+def planted_findings(fault):
+    change, *_ = PLANTED[fault]
+    return examine_run(replace(HEALTHY, **change))
+
+
 def test_a_healthy_run_has_no_finding():
     assert examine_run(HEALTHY) == []
 
 
 @pytest.mark.parametrize("fault", PLANTED)
 def test_planted_fault_is_reported_with_severity_and_topic(fault):
-    change, severity, topic = PLANTED[fault]
-    found = examine_run(replace(HEALTHY, **change))
+    _, severity, topic = PLANTED[fault]
+    found = planted_findings(fault)
     assert (severity, topic) in [(one.severity, one.topic) for one in found]
     ranks = [(bool(one.follows_from), ["fault", "warn", "note"].index(one.severity)) for one in found]
     assert ranks == sorted(ranks)
@@ -218,26 +225,18 @@ def test_explained_topics_are_topics_of_findings_and_alarms():
 
 
 def test_the_error_of_a_failing_tool_is_quoted():
-    found = examine_run(replace(HEALTHY, **PLANTED["a tool raises"][0]))
+    found = planted_findings("a tool raises")
     assert found[0].text == "All 480 calls of search fail, most often with: Error: connection refused"
 
 
 def test_a_fall_of_success_with_constant_reward_names_the_reward():
-    (fall,) = (
-        one
-        for one in examine_run(replace(HEALTHY, **PLANTED["a rewarded trick replaces the task"][0]))
-        if one.topic == "collapse"
-    )
+    (fall,) = (one for one in planted_findings("a rewarded trick replaces the task") if one.topic == "collapse")
     assert "games a part of the reward" in fall.remedy
     rows = [row | {"reward/trick": 0.1 + 0.9 * (row["success/mean"] == 0)} for row in with_end(12, success__mean=0.0)]
     records = [replace(r, trajectory=replace(r.trajectory, rewards={"trick": 1.0})) for r in HEALTHY.records]
     found = examine_run(replace(HEALTHY, rows=rows, records=records))
     assert "its part trick rose from 0.1 to 1" in next(one.text for one in found if one.topic == "collapse")
-    (fall,) = (
-        one
-        for one in examine_run(replace(HEALTHY, **PLANTED["one update destroys the policy"][0]))
-        if one.topic == "collapse"
-    )
+    (fall,) = (one for one in planted_findings("one update destroys the policy") if one.topic == "collapse")
     assert "Lower training.learning_rate" in fall.remedy
 
 
@@ -250,7 +249,7 @@ def test_entropies_are_compared_on_the_same_steps():
 
 
 def test_remedies_name_settings_that_exist():
-    remedies = [one.remedy for change, *_ in PLANTED.values() for one in examine_run(replace(HEALTHY, **change))]
+    remedies = [one.remedy for fault in PLANTED for one in planted_findings(fault)]
     sections = {key.partition(".")[0] for key in SETTINGS}
     words = {word.strip("().,;:") for remedy in remedies for word in remedy.split()}
     named = {word for word in words if "." in word and word.partition(".")[0] in sections}

@@ -28,7 +28,7 @@ from ludus.training.preference.pairs import NO_SIDE, labels_of_rollouts, load_pa
 from ludus.training.run.run_dir import RunFolder
 from ludus.types import StopReason, Task
 from served import serving_model
-from small_worlds import in_order, make_chat, scripted
+from small_worlds import in_order, make_chat, renderer, scripted
 from tiny_run import cold_start, ludus, make_recipe, refused
 
 TOKEN = "a token of the test"
@@ -299,11 +299,19 @@ def test_kto_learns_from_recorded_sessions(served_sessions, tiny_run, tmp_path):
     assert rows[-1]["preference/margin"] > rows[0]["preference/margin"] + 1, rows
 
 
-def test_sessions_of_one_task_are_a_group_to_replay(served_sessions):
-    folder, _ = served_sessions
-    replay = ReplayBuffer(ReplayConfig(share=0.5, sources=[str(folder)]), groups_per_step=1)
-    tasks = {record.group: Task(record.group, (), None) for record in stored(folder)}
-    replay.load_sources(tasks, 420, lambda _: 1.0, 0.1)
+def test_sessions_of_one_task_are_a_group_to_replay(tmp_path):
+    async def serve() -> None:
+        async with recording(tmp_path, *"abcd") as (_, client):
+            for task, body in (("one", {"reward": 1}), ("one", {"reward": 0}), ("two", {"reward": 0.5}), ("one", {})):
+                session = await opened(client, task=task)
+                await ask(session, "what")
+                assert await post(session, "done", **body) == 200
+
+    asyncio.run(serve())
+    replay = ReplayBuffer(ReplayConfig(share=0.5, sources=[str(tmp_path)]), groups_per_step=1)
+    tasks = {record.group: Task(record.group, (), None) for record in stored(tmp_path)}
+    assert set(tasks) == {"one", "two"}
+    replay.load_sources(tasks, len(renderer().tokenizer), lambda _: 1.0, 0.1)
     (group,) = replay._stored  # without the session that has no feedback, and the only one of its task
     assert [one.trajectory.reward for one in group.episodes] == [1, 0]
 

@@ -5,6 +5,7 @@ import subprocess
 import sys
 from collections import Counter
 from dataclasses import replace
+from functools import cache
 from itertools import islice
 
 import pytest
@@ -29,7 +30,6 @@ from ludus.worlds.shop.session import (
 )
 from ludus.worlds.shop.world import MAX_EXPERT_TURNS, _endless_goals, _task, make_shop_world
 
-WORLD = make_shop_world({"num_tasks": 200}, ToolLimits())
 KETTLE = Product(
     "B234",
     "Alva",
@@ -43,8 +43,13 @@ KETTLE = Product(
 GOAL = ShopGoal("Buy it.", KETTLE.title, "tea kettle", ("rust free", "stackable"), (("material", "glass"),), 30)
 
 
+@cache
+def shop():
+    return make_shop_world({"num_tasks": 200}, ToolLimits())
+
+
 def simulator(task):
-    made = WORLD.make(task)
+    made = shop().make(task)
     made.reset()
     return made
 
@@ -55,8 +60,8 @@ def played(task, texts):
     return [made.step(text) for text in texts][-1], made
 
 
-def expert_texts(task, world=WORLD):
-    return [m["content"] for m in world.expert(task).messages if m["role"] == "assistant"]
+def expert_texts(task, world=None):
+    return [m["content"] for m in (world or shop()).expert(task).messages if m["role"] == "assistant"]
 
 
 # Catalogue and search
@@ -148,7 +153,7 @@ def test_the_renderings_of_a_page():
 
 
 def test_a_visit_through_all_pages():
-    task = next(t for t in WORLD.tasks("train") if t.truth.options)
+    task = next(t for t in shop().tasks("train") if t.truth.options)
     made = simulator(task)
     assert made.actions() == []
     first = made.step(f"search[{task.truth.query}]").text.split("\n")
@@ -183,7 +188,7 @@ def test_a_visit_through_all_pages():
     "text", ["", "buy", "click[]", "click[Search]", "click[B000]", "click[Buy Now]", "search", "look[x]"]
 )
 def test_what_is_not_possible_changes_nothing_and_is_told(text):
-    made = simulator(WORLD.tasks("train")[0])
+    made = simulator(shop().tasks("train")[0])
     key = made.state_key()
     seen = made.step(text)
     assert (seen.valid, seen.done, seen.text) == (False, False, "Not possible on this page. Use search[words].")
@@ -194,13 +199,13 @@ def test_what_is_not_possible_changes_nothing_and_is_told(text):
 
 
 def test_a_search_without_results():
-    seen, made = played(WORLD.tasks("train")[0], ["search[]"])
+    seen, made = played(shop().tasks("train")[0], ["search[]"])
     assert (seen.valid, seen.text) == (True, "no results\nBack to Search")
     assert made.actions() == ["click[Back to Search]"]
 
 
 def test_states_of_different_pages_have_different_keys():
-    task = WORLD.tasks("train")[0]
+    task = shop().tasks("train")[0]
     made, keys = simulator(task), []
     for text in expert_texts(task)[:-1]:
         keys.append(made.state_key())
@@ -238,7 +243,7 @@ def test_type_factor_depends_on_the_words_of_the_titles(title, factor):
 
 
 def test_success_needs_every_constraint():
-    for task in WORLD.tasks("train")[:40]:
+    for task in shop().tasks("train")[:40]:
         goal, texts = task.truth, expert_texts(task)
         seen, made = played(task, texts)
         assert (seen.done, seen.reward, made.success) == (True, 1.0, 1.0)
@@ -280,11 +285,11 @@ def test_partial_score_is_the_outcome_of_webshop():
 
 
 def test_splits_hold_out_pairs_and_composition_has_more_constraints():
-    assert [len(WORLD.tasks(split)) for split in WORLD.splits] == [120, 20, 40, 20]
-    prompts = [task.prompt[-1]["content"] for split in WORLD.splits for task in WORLD.tasks(split)]
+    assert [len(shop().tasks(split)) for split in shop().splits] == [120, 20, 40, 20]
+    prompts = [task.prompt[-1]["content"] for split in shop().splits for task in shop().tasks(split)]
     assert len(set(prompts)) == len(prompts)
-    for split in WORLD.splits:
-        for task in WORLD.tasks(split):
+    for split in shop().splits:
+        for task in shop().tasks(split):
             goal = task.truth
             held_out = [one for one in goal.attributes if is_held_out(goal.type, one)]
             assert bool(held_out) == (split == "test")
@@ -293,20 +298,20 @@ def test_splits_hold_out_pairs_and_composition_has_more_constraints():
             assert (len(goal.attributes), len(goal.options)) == SHAPES[level]
             for word in (goal.type, *goal.attributes, *(value for _, value in goal.options), str(goal.price)):
                 assert word in task.prompt[-1]["content"]
-    told = {task.tags["family"] for task in WORLD.tasks("train")}
+    told = {task.tags["family"] for task in shop().tasks("train")}
     assert told == {"level 1", "level 2", "level 3"}
 
 
 def test_expert_solves_every_task_and_the_truth_is_not_shown():
-    for split in WORLD.splits:
-        for task in WORLD.tasks(split):
+    for split in shop().splits:
+        for task in shop().tasks(split):
             assert expert_turns(task.truth, catalogue(), 10, MAX_EXPERT_TURNS)
             assert task.truth.title not in str(task.prompt)
 
 
 def test_observations_are_short():
     sizes = Counter()
-    for dialogue in islice(WORLD.demonstrations(0), 50):
+    for dialogue in islice(shop().demonstrations(0), 50):
         for message in dialogue.messages[2:]:
             kind = "item" if "Buy Now" in message["content"] else message["content"][:4]
             sizes[kind] = max(sizes[kind], len(message["content"].split()))
@@ -339,7 +344,7 @@ def test_flawed_demonstrations_fail_in_the_way_of_the_flaw():
 
 def test_ids_of_products_differ_between_instructions_and_demonstrations_are_not_of_held_out_tasks():
     by_product = {}
-    for task in WORLD.tasks("train")[:40]:
+    for task in shop().tasks("train")[:40]:
         session = ShopSession(task.truth, catalogue(), 10)
         for product in catalogue().search(task.truth.query)[:10]:
             label = session.label(product)
@@ -348,8 +353,8 @@ def test_ids_of_products_differ_between_instructions_and_demonstrations_are_not_
     repeated = [labels for labels in by_product.values() if len(labels) > 1]
     assert repeated
     assert all(len(set(labels)) == len(labels) for labels in repeated)
-    held_out = {task.prompt[-1]["content"] for split in WORLD.splits[1:] for task in WORLD.tasks(split)}
-    assert not held_out & {shown.messages[1]["content"] for shown in islice(WORLD.demonstrations(0), 300)}
+    held_out = {task.prompt[-1]["content"] for split in shop().splits[1:] for task in shop().tasks(split)}
+    assert not held_out & {shown.messages[1]["content"] for shown in islice(shop().demonstrations(0), 300)}
 
 
 def test_settings_are_checked_and_select_tasks():
@@ -371,7 +376,7 @@ def test_html_world_shows_the_same_pages():
     world = make_shop_world({"num_tasks": 20, "observation": "html"}, ToolLimits())
     task = world.tasks("train")[0]
     shown = world.expert(task)
-    texts = [m["content"] for m in WORLD.expert(replace(task, prompt=WORLD.tasks("train")[0].prompt)).messages]
+    texts = [m["content"] for m in shop().expert(replace(task, prompt=shop().tasks("train")[0].prompt)).messages]
     assert [m["content"] for m in shown.messages if m["role"] == "assistant"] == texts[2::2]
     assert task.prompt[-1]["content"].endswith('<p><input name="query"><button>Search</button></p>')
     assert "<button>Buy Now</button>" in shown.messages[5]["content"]
@@ -400,7 +405,7 @@ def test_missing_playwright_is_told(monkeypatch):
 @pytest.mark.browser
 def test_browser_shows_the_text_of_the_pages_and_is_clicked():
     browser = make_shop_world({"num_tasks": 20, "observation": "browser"}, ToolLimits())
-    assert (browser.episodes_at_once, browser.blocks, WORLD.episodes_at_once) == (8, True, None)
+    assert (browser.episodes_at_once, browser.blocks, shop().episodes_at_once) == (8, True, None)
     text = make_shop_world({"num_tasks": 20}, ToolLimits())
 
     async def episode(task):

@@ -6,6 +6,7 @@ import builtins
 import hashlib
 import json
 import random
+import shutil
 import subprocess
 import tarfile
 from dataclasses import replace
@@ -52,23 +53,34 @@ def catalogue(tmp_path_factory) -> Path:
     archive = folder / "tidy-1.0.tar.gz"
     with tarfile.open(archive, "w:gz") as tar:
         tar.add(FIXTURE, "tidy-1.0", filter=lambda one: None if "__pycache__" in one.name else one)
-    baseline, found = asyncio.run(mine(archive, Plan(wanted=4, tries=6), lambda said: None))
-    assert len(baseline.tests) == 19
-    assert found
-    save_found(folder / "tidy-1.0.jsonl", archive, baseline, found)
-    packages, num = assemble(folder, folder, {})
-    assert packages == 1
-    assert 0 < num <= len(found)
+    mined = load_catalogue(FIXTURE.parent)
+    digest = hashlib.sha256(archive.read_bytes()).hexdigest()
+    save_catalogue(folder, [replace(one, sha256=digest) for one in mined.packages.values()], mined.bugs)
     return folder
 
 
-TIDY_TASKS = "7237638c368aca3637a582f5220fcd40d8a83173d4fe35e0e6650cd5c617485e"
-
-
 @pytest.mark.pages
-def test_mining_draws_the_same_tasks_each_time(catalogue):
-    text = (catalogue / "tasks.jsonl").read_bytes()
-    assert hashlib.sha256(text).hexdigest() == TIDY_TASKS
+def test_mining_draws_the_same_tasks_each_time(catalogue, tmp_path):
+    archive = Path(shutil.copy(catalogue / "tidy-1.0.tar.gz", tmp_path))
+    baseline, found = asyncio.run(mine(archive, Plan(wanted=4, tries=6), lambda said: None))
+    save_found(tmp_path / "tidy-1.0.jsonl", archive, baseline, found)
+    assert assemble(tmp_path, tmp_path, {}) == (1, len(load_catalogue(catalogue).bugs))
+    for name in ("packages.jsonl", "tasks.jsonl"):
+        assert (tmp_path / name).read_bytes() == (catalogue / name).read_bytes()
+
+
+def test_the_miner_finds_a_task_of_the_catalogue(catalogue, monkeypatch):
+    monkeypatch.setattr("generators.swe.mine.BATCH", 1)
+    archive = catalogue / "tidy-1.0.tar.gz"
+    baseline, (found,) = asyncio.run(mine(archive, Plan(wanted=1, tries=1), lambda said: None))
+    known = load_catalogue(catalogue)
+    (package,) = known.packages.values()
+    assert baseline.tests == {
+        f"{file}::{test}": num for file, own in package.tests.items() for test, num in own.items()
+    }
+    assert len(baseline.tests) == 19
+    (bug,) = (one for one in known.bugs if one.edit == found.edit)
+    assert (bug.path, set(bug.broken), bug.files) == (found.path, set(found.broken), found.files)
 
 
 def test_shipped_files_equal_the_generator_output(tmp_path):

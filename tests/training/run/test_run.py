@@ -86,7 +86,7 @@ def test_recorded_logprobs_match_a_fresh_forward_and_ids_match_the_engine(tmp_pa
         return completions
 
     engine.generate_batch = recording
-    tasks = session.world.tasks("train")[:12]
+    tasks = session.world.tasks("train")[:6]
     requests = [RolloutRequest(RolloutKey(1, task.id, i), task) for task in tasks for i in range(4)]
     rollout = session.config.rollout
     scheduler = engine_scheduler(
