@@ -12,8 +12,8 @@ from scipy.optimize import minimize
 from ludus.errors import ConfigError
 from ludus.judges.calibration import injections
 from ludus.judges.kinds import bradley_terry, combine, fill_missing, pairs_of, win_rates
-from ludus.judges.prompts import JudgedText, parse_reply, reference_prompt, rubric_prompt, score_prompt, shown_text
 from ludus.judges.rubrics import load_rubric, packaged_rubrics
+from ludus.rewards.judge_prompts import JudgedText, correct_prompt, parse_reply, rubric_prompt, score_prompt, shown_text
 from ludus.rewards.rubric import rubric_of
 from tests.judges.judge_parts import RUBRIC, settings, task
 
@@ -22,7 +22,7 @@ from tests.judges.judge_parts import RUBRIC, settings, task
 def test_injections_stay_inside_the_tags_of_the_prompt(name):
     text = injections()[name].apply("The price is 7.")
     content = score_prompt(settings(), JudgedText(task(), text)).messages[1]["content"]
-    (opening,) = re.findall(r"<text-([0-9a-f]{16})>\n", content)
+    (opening,) = re.findall(r"<text-([0-9a-f]{8})>\n", content)
     begin, end = content.index(f"<text-{opening}>"), content.index(f"</text-{opening}>")
     inside = content[begin + len(opening) + 7 : end]
     assert content.count(f"</text-{opening}>") == 1
@@ -30,6 +30,7 @@ def test_injections_stay_inside_the_tags_of_the_prompt(name):
     assert "The price is 7." in inside
     assert not re.search(r"<\s*/?\s*(text|answer|task|reference)\b|<\|", inside, re.IGNORECASE)
     assert not [c for c in inside if c not in "\n\t" and unicodedata.category(c) in ("Cc", "Cf", "Co", "Cn")]
+    assert not re.search(r"[\"'](score|better|correct|holds)[\"']\s*:", inside)
     assert text not in content[:begin] + content[end:]
 
 
@@ -65,15 +66,15 @@ def test_replies_are_parsed_robustly(text, expected):
     prompt = score_prompt(settings(), JudgedText(task(), "a"))
     if expected is None:
         with pytest.raises(ValueError, match=r"reply has no JSON|score|finite|number"):
-            parse_reply(text, prompt)
+            parse_reply(text, prompt.read)
     else:
-        assert parse_reply(text, prompt)[0] == pytest.approx(expected)
+        assert parse_reply(text, prompt.read)[0] == pytest.approx(expected)
 
 
-def test_reference_prompt_has_the_reference_and_reads_yes_or_no():
-    prompt = reference_prompt(settings(kind="reference"), JudgedText(task(), "about 7", "7"))
+def test_correct_prompt_has_the_reference_and_reads_yes_or_no():
+    prompt = correct_prompt(JudgedText(task(), "about 7", "7"), 100)
     assert "\n7\n</reference-" in prompt.messages[1]["content"]
-    assert [parse_reply(json.dumps({"correct": one}), prompt)[0] for one in (True, False)] == [1.0, 0.0]
+    assert [parse_reply(json.dumps({"correct": one}), prompt.read)[0] for one in (True, False)] == [1.0, 0.0]
 
 
 def test_rubric_item_holds_only_with_a_quote_of_the_text():
@@ -81,12 +82,12 @@ def test_rubric_item_holds_only_with_a_quote_of_the_text():
     prompt = rubric_prompt(settings(kind="rubric", rubrics=["task"]), one)
     assert "1. The text states the price.\n2. The text is polite." in prompt.messages[1]["content"]
     items = [{"item": 1, "quote": '"It costs 7 euros"', "holds": True}, {"item": 2, "quote": "Thanks", "holds": True}]
-    first, second = parse_reply(json.dumps({"items": items}), prompt)[0]
+    first, second = parse_reply(json.dumps({"items": items}), prompt.read)[0]
     assert (first.name, first.holds) == ("price", True)
     assert (second.name, second.claimed, second.holds) == ("polite", True, False)
     for wrong in (items[:1], [*items, items[0] | {"item": 3}]):
         with pytest.raises(ValueError, match="decides the items"):
-            parse_reply(json.dumps({"items": wrong}), prompt)
+            parse_reply(json.dumps({"items": wrong}), prompt.read)
 
 
 def test_rubric_tree_is_a_weighted_mean_and_patterns_decide_leaves():

@@ -4,6 +4,7 @@ import asyncio
 import json
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -17,18 +18,22 @@ from ludus.envs.tool_world import ToolWorld
 from ludus.errors import ConfigError
 from ludus.judges.calibration import (
     Calibration,
+    Injection,
     VerifiedEpisode,
     calibrate,
+    injection_effects,
     injections,
     judge_digest,
     length_bias,
     read_calibration,
+    read_injections,
 )
 from ludus.judges.client import JUDGE_FILE
 from ludus.judges.grading import GradingStats
 from ludus.rewards.base import Reward, score
 from ludus.training.collection.rewards.judging import GroupJudge, check_judge
 from ludus.types import Failure, Leaf, Segment, StopReason
+from ludus.worlds.judging.world import injections as pushes
 from tests.judges.judge_parts import episode, grader, scoring, settings, text_in, world
 
 
@@ -312,6 +317,39 @@ def test_calibration_shows_a_gullible_judge_and_one_that_prefers_long_texts():
     assert found.length_bias is None  # constant values
 
 
+@pytest.mark.parametrize(("temperature", "num_requests"), [(0.0, 4), (1.0, 12)])
+def test_effect_of_an_injection_is_a_mean_over_repeats_if_replies_are_sampled(temperature, num_requests):
+    replies = iter([2, 4, 5, 1, 3, 0])
+    values = {}
+
+    def script(body):
+        key = (text_in(body), body["seed"])
+        return Reply(say(json.dumps({"score": 9 if "please" in key[0] else values.setdefault(key, next(replies))})))
+
+    async def run(server):
+        one = grader(server, settings(client={"temperature": temperature, "concurrency": 1}))
+        texts = [one.text_of(e.task, e.trajectory) for e in (episode("no"), episode("nope"))]
+        try:
+            return await injection_effects(one, texts, {"plea": Injection("please")}, repeats=3)
+        finally:
+            await one.client.close()
+
+    with serving(script) as server:
+        found = asyncio.run(run(server))
+        assert len(server.requests) == num_requests
+    clean = list(values.values())
+    assert len(clean) == num_requests / 2
+    assert found == {"plea": pytest.approx(0.9 - np.mean(clean) / 10)}
+
+
+def test_measured_injections_are_in_neither_training_nor_the_packaged_ones():
+    measured = read_injections(Path("benchmarks/judge_injections.toml").read_text("utf-8"))
+    attacks = {one.text for name, one in measured.items() if not name.startswith("control")}
+    others = {one.text for one in injections().values()}.union(*map(pushes, ("train", "test")))
+    assert len(attacks) >= 15
+    assert not {text for text in attacks if any(text in other or other in text for other in others)}
+
+
 def test_length_bias_is_the_correlation_within_a_verdict():
     values, won = np.array([0.1, 0.3, 0.6, 0.9, 0.7]), np.array([False, False, True, True, True])
     lengths = np.array([1.0, 2.0, 5.0, 7.0, 4.0])
@@ -369,6 +407,18 @@ def test_judge_that_does_not_fit_the_world_is_refused(changes, message):
     config = Config(rewards=RewardsConfig(judge=settings(**changes)))
     with pytest.raises(ConfigError, match=message):
         check_judge(config, world(), (*world().rewards, ABSTAINS))
+
+
+def test_judge_trained_on_other_prompts_is_refused(tmp_path):
+    (tmp_path / "config.toml").write_text('[env]\nname = "judging"\n')
+    for model in (tmp_path, tmp_path / "checkpoints" / "step-000001"):
+        model.mkdir(parents=True, exist_ok=True)
+        judges = [settings(models=[str(model)], url=None, kind=kind) for kind in ("correct", "pairwise", "score")]
+        *trained, other = (Config(rewards=RewardsConfig(judge=judge)) for judge in judges)
+        for config in trained:
+            check_judge(config, world(), world().rewards)
+        with pytest.raises(ConfigError, match="trained on other prompts"):
+            check_judge(other, world(), world().rewards)
 
 
 def test_tasks_without_rubric_or_reference_are_refused():

@@ -14,14 +14,15 @@ from pathlib import Path
 from typing import Final
 
 import numpy as np
+from numpy.typing import NDArray
 
 from ludus.config.sections.parts.judges import JudgeConfig
 from ludus.errors import ConfigError
 from ludus.evaluation.roc import auc
 from ludus.evaluation.stats import cohens_kappa
-from ludus.judges.grading import GradedGroup, Grader, GradingStats
-from ludus.judges.prompts import JudgedText, templates
+from ludus.judges.grading import Grader, GradingStats
 from ludus.judges.rubrics import TASK_RUBRIC
+from ludus.rewards.judge_prompts import JudgedText, templates
 from ludus.types import Task, Trajectory
 
 _NOT_JUDGING: Final = {"preset", "weight", "rule", "audit", "gate", "calibration", "min_kappa", "client"}
@@ -101,8 +102,12 @@ class Injection:
 @cache
 def injections() -> Mapping[str, Injection]:
     """Return the injections of `injections.toml` by name."""
-    tables = tomllib.loads(resources.files(__package__).joinpath("injections.toml").read_text("utf-8"))
-    return {name: Injection(**table) for name, table in tables.items()}
+    return read_injections(resources.files(__package__).joinpath("injections.toml").read_text("utf-8"))
+
+
+def read_injections(toml: str) -> Mapping[str, Injection]:
+    """Return injections by name: a table each with `text`, and `place` ("before" or "after" the judged text)."""
+    return {name: Injection(**table) for name, table in tomllib.loads(toml).items()}
 
 
 async def calibrate(
@@ -137,9 +142,9 @@ async def calibrate(
         length_bias=length_bias(values, won, lengths),
         position_flips=shares.get("judge/position_flips"),
         first_wins=shares.get("judge/first_wins"),
-        repeat_std=await _repeat_std(grader, texts, probes, repeats),
+        repeat_std=await _repeat_std(grader, _pairs_or_singles(grader, texts, probes), repeats),
         leaf_kappa=await _leaf_kappa(grader, groups),
-        injections=await _injection_effects(grader, rejected[:probes]),
+        injections=await injection_effects(grader, rejected[:probes], injections(), repeats),
     )
 
 
@@ -170,42 +175,51 @@ def length_bias(values: np.ndarray, won: np.ndarray, lengths: np.ndarray) -> flo
     return float((a * b).sum() / size) if size > 1e-12 else None
 
 
-async def _repeat_std(grader: Grader, texts: Sequence[Sequence[JudgedText]], probes: int, repeats: int) -> float | None:
-    """Return the mean standard deviation (ddof 1) of the first `probes` texts' values over `repeats` other seeds."""
-    chosen = _pairs_or_singles(grader, [one for group in texts for one in group][:probes])
-    columns = []
+async def repeated_values(grader: Grader, groups: Sequence[Sequence[JudgedText]], repeats: int) -> NDArray[np.float64]:
+    """Return the value `[repeats, G]` of the first text of each group, with another seed in each row; NaN if it is not
+    judged."""
+    rows = []
     for number in range(1, repeats + 1):
         client = replace(grader.client, seed=grader.client.seed + number, folder=None)
-        columns.append(_first_values(await replace(grader, client=client).grade(chosen, 0, GradingStats())))
-    rows = [row for row in zip(*columns, strict=True) if None not in row]
-    return float(np.std(np.array(rows, dtype=float), axis=1, ddof=1).mean()) if rows and repeats > 1 else None
+        graded = await replace(grader, client=client).grade(groups, 0, GradingStats())
+        rows.append([np.nan if (value := group.values[0]) is None else value for group in graded])
+    return np.array(rows, dtype=float)
 
 
-def _pairs_or_singles(grader: Grader, texts: Sequence[JudgedText]) -> list[list[JudgedText]]:
-    """Return a group per text; for comparisons a group of the text and the one after it with the same task."""
+async def _repeat_std(grader: Grader, groups: Sequence[Sequence[JudgedText]], repeats: int) -> float | None:
+    """Return the mean standard deviation (ddof 1) of the values over `repeats` seeds."""
+    if not groups or repeats < 2:
+        return None
+    stds = np.std(await repeated_values(grader, groups, repeats), axis=0, ddof=1)
+    return None if np.isnan(stds).all() else float(np.nanmean(stds))
+
+
+def _pairs_or_singles(grader: Grader, groups: Sequence[Sequence[JudgedText]], num: int) -> list[list[JudgedText]]:
+    """Return a group for each of the first `num` texts; for comparisons, with the text after it of the same task."""
+    texts = [one for group in groups for one in group][:num]
     if grader.settings.kind != "pairwise":
         return [[one] for one in texts]
     return [[a, b] for a, b in pairwise(texts) if a.task.id == b.task.id]
 
 
-def _first_values(graded: Sequence[GradedGroup]) -> list[float | None]:
-    return [group.values[0] for group in graded]
+async def injection_effects(
+    grader: Grader, texts: Sequence[JudgedText], attacks: Mapping[str, Injection], repeats: int
+) -> dict[str, float]:
+    """Return the mean change of the texts' values by each injection, over `repeats` seeds if replies are sampled.
 
-
-async def _injection_effects(grader: Grader, texts: Sequence[JudgedText]) -> dict[str, float]:
-    """Return the mean change of the values of rejected texts; for comparisons, against the text itself."""
+    For comparisons, the mean result of the text with the injection against the text without it, minus 0.5.
+    """
     if not texts:
         return {}
-    compares, stats, effects = grader.settings.kind == "pairwise", GradingStats(), dict[str, float]()
-    clean = [] if compares else _first_values(await grader.grade([[one] for one in texts], 0, stats))
-    for name, injection in injections().items():
+    compares, effects = grader.settings.kind == "pairwise", dict[str, float]()
+    repeats = repeats if grader.settings.client.temperature else 1
+    clean = np.array(0.5) if compares else await repeated_values(grader, [[one] for one in texts], repeats)
+    for name, injection in attacks.items():
         attacked = [replace(one, text=injection.apply(one.text)) for one in texts]
-        groups = [[a, one] for a, one in zip(attacked, texts, strict=True)] if compares else [[a] for a in attacked]
-        values = _first_values(await grader.grade(groups, 0, stats))
-        before: Sequence[float | None] = [0.5] * len(texts) if compares else clean
-        gaps = [a - b for a, b in zip(values, before, strict=True) if a is not None and b is not None]
-        if gaps:
-            effects[name] = float(np.mean(gaps))
+        groups = [[a, one] if compares else [a] for a, one in zip(attacked, texts, strict=True)]
+        gaps = await repeated_values(grader, groups, repeats) - clean
+        if not np.isnan(gaps).all():
+            effects[name] = float(np.nanmean(gaps))
     return effects
 
 

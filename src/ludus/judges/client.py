@@ -24,7 +24,7 @@ from ludus.config.sections.parts.judges import POLICY_JUDGE, JudgeClientConfig
 from ludus.engines.base import Engine, seed_for
 from ludus.engines.embedded.engine import LocalEngine
 from ludus.errors import EngineError, StorageError
-from ludus.judges.prompts import JudgePrompt, parse_reply
+from ludus.rewards.judge_prompts import JudgePrompt, parse_reply
 from ludus.rollouts.episode import EngineChatSession
 from ludus.rollouts.openai_client import OpenAIClient
 from ludus.types import Guide, Message, SamplingParams, StopReason
@@ -243,7 +243,7 @@ class JudgeClient:
             if reply is None:
                 return None
             try:
-                return parse_reply(reply.text, prompt)[1]
+                return parse_reply(reply.text, prompt.read)[1]
             except ValueError as error:
                 stats.counts["invalid"] += 1
                 log.debug("invalid reply of judge %s: %s", backend.name, error)

@@ -13,9 +13,9 @@ from ludus.config.sections.parts.judges import JudgeConfig
 from ludus.envs.base import World
 from ludus.judges.client import JudgeClient, JudgeStats
 from ludus.judges.kinds import GroupValues, Value, combine, group_values, questions
-from ludus.judges.prompts import JudgedText, JudgePrompt, judged_text, writing_prompt
 from ludus.judges.rubrics import TASK_RUBRIC, WRITTEN_RUBRIC, load_rubric
 from ludus.rewards.exact_match import ExpectedAnswers
+from ludus.rewards.judge_prompts import JudgedText, JudgePrompt, transcript, writing_prompt
 from ludus.rewards.rubric import Rubric
 from ludus.types import Task, Trajectory
 
@@ -67,7 +67,9 @@ class Grader:
 
     def text_of(self, task: Task, trajectory: Trajectory) -> JudgedText:
         """Return what the judge sees of an episode, with the leaves that the world's rules decide."""
-        text = judged_text(self.settings, trajectory, len(task.prompt))
+        text = (
+            trajectory.answer if self.settings.sees == "answer" else transcript(trajectory.messages[len(task.prompt) :])
+        )
         reference = reference_of(self.world, task) if self.settings.kind == "reference" else ""
         checks = self.settings.rubric_rules and TASK_RUBRIC in self.settings.rubrics
         rules = self.world.rubric_checks(task, trajectory) if checks else {}

@@ -11,12 +11,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from ludus.config.sections.parts.judges import JudgeConfig
-from ludus.judges.prompts import (
+from ludus.rewards.judge_prompts import (
     JudgedText,
     JudgePrompt,
     LeafVerdict,
+    correct_prompt,
     pair_prompt,
-    reference_prompt,
     rubric_prompt,
     score_prompt,
 )
@@ -50,15 +50,16 @@ class GroupValues:
 
 def questions(settings: JudgeConfig, group: Sequence[JudgedText]) -> GroupQuestions:
     """Return the prompts of a group; a pair has one for each order. A text whose leaves rules decide has none."""
-    numbers = range(len(group))
+    numbers, most = range(len(group)), settings.client.max_chars
     if settings.kind == "pairwise":
         pairs = [order for a, b in pairs_of(len(group), settings.opponents) for order in ((a, b), (b, a))]
-        return GroupQuestions([pair_prompt(settings, group[a], group[b]) for a, b in pairs], pairs)
+        return GroupQuestions([pair_prompt(group[a], group[b], most) for a, b in pairs], pairs)
     if settings.kind == "rubric":
         asked = [n for n in numbers if group[n].open_leaves]
         return GroupQuestions([rubric_prompt(settings, group[n]) for n in asked], [(n,) for n in asked])
-    make = score_prompt if settings.kind == "score" else reference_prompt
-    return GroupQuestions([make(settings, one) for one in group], [(n,) for n in numbers])
+    scores = settings.kind == "score"
+    prompts = [score_prompt(settings, one) if scores else correct_prompt(one, most) for one in group]
+    return GroupQuestions(prompts, [(n,) for n in numbers])
 
 
 def pairs_of(num: int, opponents: int) -> list[tuple[int, int]]:

@@ -15,7 +15,8 @@ from pydantic import BaseModel
 from ludus.envs.task_archive import read_lines
 from ludus.envs.task_files import read_rows, split_by_hash
 from ludus.errors import UserError
-from ludus.rewards.verdicts import attempt_text
+from ludus.rewards.judge_prompts import question_of, transcript
+from ludus.tools.base import ToolError
 from ludus.tools.calculator import calculate, show
 from ludus.types import FunctionCall, Message, MessageToolCall
 from ludus.worlds.math.problems import DEFAULT_TOPICS, MathProblem, fill_in, read_problems
@@ -117,16 +118,17 @@ def _flawed(problem: MathProblem, rng: random.Random) -> str | None:
     else:
         try:
             text = _worked(problem, rng.randrange(len(problem.steps)), slip)
-        except (ArithmeticError, ValueError):
+        except (ArithmeticError, ValueError, ToolError):
             return None
     return None if text.rpartition("Answer: ")[2] == right else text
 
 
-def recorded_cases(files: Sequence[Path], outcome: str, max_chars: int) -> Mapping[str, list[Case]]:
+def recorded_cases(files: Sequence[Path], outcome: str, sees: str) -> Mapping[str, list[Case]]:
     """Return the cases of rollout files by split; the n-th right attempt at a task is paired with the n-th wrong one.
 
     All attempts at a task are in one split. `outcome` names the reward part that is 1 for a right attempt; empty: the
-    first. Raises UserError for a file that cannot be read, or if no task has attempts of both kinds.
+    first. `sees`: the answer or the transcript, as in `rewards.judge`. Raises
+    UserError for a file that cannot be read, or if no task has attempts of both kinds.
     """
     attempts: dict[str, tuple[dict[str, None], dict[str, None]]] = {}
     questions: dict[str, str] = {}
@@ -140,10 +142,10 @@ def recorded_cases(files: Sequence[Path], outcome: str, max_chars: int) -> Mappi
             if outcome and outcome not in one.rewards:
                 raise UserError(f"{file}: the rollouts have no reward {outcome!r}.", f"They have {[*one.rewards]}.")
             value = one.rewards[outcome] if outcome else next(iter(one.rewards.values()))
-            prompt = [message["content"] for message in messages[:start] if message["role"] != "system"]
-            questions[one.task_id] = "\n".join(prompt)
+            questions[one.task_id] = question_of(messages[:start])
             sides = attempts.setdefault(one.task_id, ({}, {}))
-            sides[value < 1][attempt_text(messages[start:], max_chars)] = None  # equal attempts once
+            text = messages[-1]["content"] if sees == "answer" else transcript(messages[start:])
+            sides[value < 1][text] = None  # equal attempts once
     found: dict[str, list[Case]] = {}
     for task, (right, wrong) in attempts.items():
         for number, (good, bad) in enumerate(zip(right, (text for text in wrong if text not in right), strict=False)):

@@ -8,6 +8,7 @@ the wrong one. The injections of the split `test` are phrased differently.
 
 from __future__ import annotations
 
+import json
 import random
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,14 +26,20 @@ from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import Dialogue, ToolWorld, assistant
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
-from ludus.rewards.verdicts import judge_prompt, parse_verdict, verdicts
-from ludus.types import Message, Task, Trajectory
+from ludus.rewards.judge_prompts import JudgedText, correct_prompt, pair_prompt, parse_reply, read_correct, read_pair
+from ludus.types import JSON, Message, Task, Trajectory
 from ludus.worlds.judging.cases import Case, generated_cases, recorded_cases
 
 SHARES: Final = {"train": 1.0, "validation": 0.1, "test": 0.25}
 """Number of tasks of each split relative to training."""
+VERDICTS: Final[Mapping[str, Mapping[str, Mapping[str, JSON]]]] = {
+    "pairwise": {"first": {"better": "first"}, "second": {"better": "second"}},
+    "correct": {"right": {"correct": True}, "wrong": {"correct": False}},
+}
+"""The two verdicts of each kind of task with their replies; the first is read as 1, the second as 0."""
+_READERS: Final = {"pairwise": read_pair, "correct": read_correct}
 _PUSHED: Final = "pushed"
-_NUM: Final = "attempts"
+_KIND: Final = "kind"
 
 
 class JudgingSettings(WorldSettings):
@@ -44,12 +51,15 @@ class JudgingSettings(WorldSettings):
     """A file of rollouts that are judged; if unset, `run` is used."""
     outcome: str = ""
     """run, data: the reward part that is 1 for a right attempt; empty is the first one, which is the outcome."""
-    max_chars: int = Field(4000, ge=40)
-    """run, data: longest attempt in characters; the middle of a longer one is omitted."""
+    sees: Literal["answer", "transcript"] = "transcript"
+    """run, data: the judged text, as in `rewards.judge.sees`."""
+    max_chars: int = Field(12_000, ge=100)
+    """Characters of a judged text, as in `rewards.judge.client.max_chars`."""
     levels: tuple[Literal[1, 2, 3, 4, 5], ...] = Field((1, 2), min_length=1)
     """Levels of the math problems whose attempts are made by rule."""
-    kinds: tuple[Literal["pair", "single"], ...] = Field(("pair", "single"), min_length=1)
-    """Tasks: the better one of two attempts, or whether one attempt is right."""
+    kinds: tuple[Literal["pairwise", "correct"], ...] = Field(("pairwise", "correct"), min_length=1)
+    """Tasks, with the prompts of these kinds of `rewards.judge`: the better one of two attempts, or whether one is
+    correct."""
     injections: float = Field(0.25, ge=0, le=1)
     """Share of the tasks with an attempt that tells the judge what to answer."""
     num_tasks: int = Field(4000, ge=8)
@@ -66,8 +76,20 @@ class JudgingSettings(WorldSettings):
 
 
 def given_verdict(task: Task, trajectory: Trajectory) -> str | None:
-    """Return the verdict of the final message, None if it has none."""
-    return parse_verdict(trajectory.answer, int(task.tags[_NUM]))
+    """Return the verdict with which the final message ends, None if it has none or a tie."""
+    kind = task.tags[_KIND]
+    if not trajectory.answer.rstrip("` \n").endswith("}"):
+        return None
+    try:
+        value, _ = parse_reply(trajectory.answer, _READERS[kind])
+    except ValueError:
+        return None
+    return dict(zip((1.0, 0.0), VERDICTS[kind], strict=True)).get(value)
+
+
+def verdict_reply(task: Task, verdict: str, check: str = "") -> str:
+    """Return the reply with a verdict, after the check as its reason."""
+    return json.dumps({"reason": check, **VERDICTS[task.tags[_KIND]][verdict]}, ensure_ascii=False)
 
 
 def correct(task: Task, trajectory: Trajectory) -> float:
@@ -98,8 +120,7 @@ class JudgingWorld(ToolWorld):
 
     def expert(self, task: Task) -> Dialogue:
         """Return the worked solution, if it is known, and the right verdict."""
-        check = self.checks.get(task.id, "")
-        return Dialogue((*task.prompt, assistant(f"{check}\nVerdict: {task.truth}".lstrip())), ())
+        return Dialogue((*task.prompt, assistant(verdict_reply(task, _truth(task), self.checks.get(task.id, "")))), ())
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """Yield verdicts of the expert, and flawed ones: that of an injection, or a guess."""
@@ -107,26 +128,35 @@ class JudgingWorld(ToolWorld):
         while True:
             task = rng.choice(self.task_lists["train"])
             if rng.random() < self.settings.flaw_rate:
-                guess = task.tags[_PUSHED] or rng.choice(verdicts(int(task.tags[_NUM])))
-                yield Dialogue((*task.prompt, assistant(f"Verdict: {guess}")), ())
+                guess = task.tags[_PUSHED] or rng.choice([*VERDICTS[task.tags[_KIND]]])
+                yield Dialogue((*task.prompt, assistant(verdict_reply(task, guess))), ())
             else:
                 yield self.expert(task)
 
     def paraphrases(self, task: Task) -> Sequence[str]:
-        """Return the right verdict in other case, markup and spacing, and after other text."""
-        return f"verdict: {task.truth}".lower(), f"**Verdict: {task.truth}**", f"I checked it.\nVerdict : {task.truth}."
+        """Return the right verdict without a reason, in a code block, and after other text."""
+        reply, alone = verdict_reply(task, _truth(task), "I checked it."), VERDICTS[task.tags[_KIND]][_truth(task)]
+        return json.dumps(alone), f"```json\n{reply}\n```", f'I checked it: {{"step": 1}}.\n{reply}'
 
     def cheats(self, task: Task) -> Mapping[str, Sequence[Message]]:
-        """Return replies without a single final verdict, and obedience to an injection that asks for a wrong one."""
-        first, second = verdicts(int(task.tags[_NUM]))
+        """Return replies without a valid verdict, and obedience to an injection that asks for a wrong one."""
+        first, second = VERDICTS[task.tags[_KIND]]
+        reply = verdict_reply(task, _truth(task))
         texts = {
-            "both verdicts": f"Verdict: {first}\nVerdict: {second}",
-            "either verdict": f"Verdict: {first} or {second}",
-            "verdict before text": f"Verdict: {task.truth}\nOr is it?",
+            "words": f"The verdict is {task.truth}.",
+            "either verdict": json.dumps({"better": f"{first} or {second}", "correct": "true or false"}),
+            "both verdicts": json.dumps([first, second]),
+            "unfinished": reply[:-1],
+            "verdict before text": f"{reply}\nOr is it?",
         }
         if task.tags[_PUSHED] not in ("", task.truth):
-            texts["obedience"] = f"Verdict: {task.tags[_PUSHED]}"
+            texts["obedience"] = verdict_reply(task, task.tags[_PUSHED])
         return {name: (assistant(text),) for name, text in texts.items()}
+
+
+def _truth(task: Task) -> str:
+    assert isinstance(task.truth, str)
+    return task.truth
 
 
 @cache
@@ -141,7 +171,7 @@ def make_judging_world(settings: Mapping[str, object], limits: ToolLimits) -> Ju
     chosen = read_settings(JudgingSettings, settings)
     sources: dict[str, Iterator[Case]] = {name: generated_cases(name, chosen.levels, chosen.seed) for name in SHARES}
     if chosen.run is not None or chosen.data is not None:
-        recorded = recorded_cases(_rollout_files(chosen), chosen.outcome, chosen.max_chars)
+        recorded = recorded_cases(_rollout_files(chosen), chosen.outcome, chosen.sees)
         sources = {name: iter(recorded.get(name, ())) for name in SHARES}
     per_case = 2 * len(set(chosen.kinds))
     lists: dict[str, list[Task]] = {}
@@ -167,25 +197,23 @@ def _rollout_files(settings: JudgingSettings) -> list[Path]:
 
 
 def _variants(settings: JudgingSettings) -> list[str]:
-    """Return the truths of a case's tasks: A and B are its two orders."""
-    return [truth for kind in dict.fromkeys(settings.kinds) for truth in verdicts(2 if kind == "pair" else 1)]
+    """Return the truths of a case's tasks: a pair has one for each order."""
+    return [truth for kind in dict.fromkeys(settings.kinds) for truth in VERDICTS[kind]]
 
 
 def _make_task(case: Case, split: str, truth: str, settings: JudgingSettings) -> Task:
-    by_truth = {"A": [case.right, case.wrong], "B": [case.wrong, case.right], "right": [case.right]}
+    by_truth = {"first": [case.right, case.wrong], "second": [case.wrong, case.right], "right": [case.right]}
     attempts = by_truth.get(truth, [case.wrong])
+    kind = "pairwise" if len(attempts) == 2 else "correct"
     rng = random.Random(f"judging:{settings.seed}:{split}:{case.name}:{truth}")
     pushed = ""
     if rng.random() < settings.injections:
-        pushed, at = rng.choice(verdicts(len(attempts))), rng.randrange(len(attempts))
-        text = rng.choice(injections(split)).replace("{verdict}", f"Verdict: {pushed}")
+        pushed, at = rng.choice([*VERDICTS[kind]]), rng.randrange(len(attempts))
+        text = rng.choice(injections(split)).replace("{verdict}", json.dumps(VERDICTS[kind][pushed]))
         attempts[at] = f"{attempts[at]}\n{text}" if rng.random() < 0.5 else f"{text}\n{attempts[at]}"
-    kind = "single" if len(attempts) == 1 else "pair"
-    tags = {
-        "split": split,
-        "family": f"{kind}, injected" if pushed else kind,
-        "level": case.level,
-        _NUM: str(len(attempts)),
-        _PUSHED: pushed,
-    }
-    return Task(f"{case.name}:{truth}", judge_prompt(case.question, attempts), truth, tags)
+    asked = Task(case.name, (Message(role="user", content=case.question),), None)
+    texts, most = [JudgedText(asked, text) for text in attempts], settings.max_chars
+    prompt = pair_prompt(texts[0], texts[1], most) if kind == "pairwise" else correct_prompt(texts[0], most)
+    family = f"{kind}, injected" if pushed else kind
+    tags = {"split": split, "family": family, "level": case.level, _KIND: kind, _PUSHED: pushed}
+    return Task(f"{case.name}:{truth}", prompt.messages, truth, tags)

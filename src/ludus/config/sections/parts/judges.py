@@ -62,9 +62,9 @@ class JudgeConfig(Section):
     """Base URL of an OpenAI-compatible endpoint; if unset, models are loaded here."""
     weight: float = Field(0.2, ge=0)
     """Weight of the part `judge`."""
-    kind: Literal["score", "pairwise", "rubric", "reference"] = "score"
-    """`score`: a number from 0 to `scale`. `pairwise`: comparison with other members of the group. `rubric`: weighted
-    yes/no items with quoted evidence. `reference`: agreement with a reference answer, yes or no."""
+    kind: Literal["score", "correct", "reference", "pairwise", "rubric"] = "score"
+    """`score`: a number from 0 to `scale`. `correct`: yes or no. `reference`: the same, by a reference answer.
+    `pairwise`: comparison with other members of the group. `rubric`: weighted yes/no items with quoted evidence."""
     sees: Literal["answer", "transcript"] = "answer"
     """The judged text: the final answer, or all messages of the episode after the prompt."""
     rubrics: list[str] = Field([])

@@ -26,9 +26,9 @@ from ludus.judges.calibration import judge_digest, read_calibration
 from ludus.judges.client import EndpointJudge, EngineJudge, JudgeBackend, JudgeClient
 from ludus.judges.grading import Grader, GradingStats, reference_of
 from ludus.judges.kinds import fill_missing
-from ludus.judges.prompts import JudgedText
 from ludus.judges.rubrics import TASK_RUBRIC, WRITTEN_RUBRIC, load_rubric
 from ludus.rewards.base import Reward
+from ludus.rewards.judge_prompts import TRAINED_KINDS, JudgedText
 from ludus.rewards.registry import JUDGE_DEFAULT, JUDGE_PART
 from ludus.rollouts.openai_client import OpenAIClient, OpenAIClientSettings
 from ludus.rollouts.scheduler import Episode
@@ -200,6 +200,11 @@ def check_judge(config: Config, world: World, parts: Sequence[Reward]) -> None:
             "The policy cannot judge on a cluster.", "Name a model, or serve one and set rewards.judge.url."
         )
     _check_material(settings, world)
+    for name in settings.models if settings.kind not in TRAINED_KINDS else ():
+        runs = [one for one in map(RunFolder, (Path(name), Path(name) / "../..")) if one.config.is_file()]
+        if any(one.load_config().env.name == "judging" for one in runs):
+            message = f"The judge {name} was trained on other prompts than those of rewards.judge.kind={settings.kind}."
+            raise ConfigError(message, f"Set rewards.judge.kind to {' or '.join(TRAINED_KINDS)}.")
     if settings.calibration is not None:
         _check_calibration(settings)
 

@@ -1,7 +1,8 @@
-"""Prompts of the judges. The judged material is data: enclosed in tags of one prompt, with neutral control characters.
+"""Prompts and replies of judges: of the world `judging`, which trains them, and of `rewards.judge`, which uses them.
 
-The tags end in a hash of the material, which no author can foresee and which is not part of it. Invisible characters
-become visible, as `[U+200B]`; tags with our labels and control tokens of chat templates lose their bracket.
+The judged material is data: enclosed in tags that end in a hash of the material, which its author cannot foresee and
+which is not part of it. Invisible characters become visible, as `[U+200B]`; tags with our labels and control tokens of
+chat templates lose their bracket, and keys of replies their first quotation mark.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import re
 import tomllib
 import unicodedata
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from importlib import resources
@@ -21,16 +22,19 @@ from pydantic import BaseModel, Field, ValidationError
 from ludus.config.sections.parts.judges import JudgeConfig
 from ludus.engines.base import seed_for
 from ludus.rewards.rubric import Rubric
-from ludus.types import JSON, Message, Task, Trajectory
+from ludus.types import JSON, Message, Task
 
 T = TypeVar("T")
 Reading = TypeVar("Reading", covariant=True)
 
-LABELS: Final = ("task", "text", "first", "second", "reference", "answer")
-_TAG = re.compile(rf"<(?=\s*/?\s*(?:{'|'.join(LABELS)})\b)|<(?=\|)", re.IGNORECASE)
+TRAINED_KINDS: Final = ("pairwise", "correct")
+"""The kinds of `rewards.judge` that the world `judging` trains."""
+_LABELS: Final = "task|text|first|second|reference|answer|think|tool_call|tool_response"
+_KEYS: Final = "score|better|correct|holds"
+_FORGED: Final = re.compile(rf"<(?=\s*/?\s*(?:{_LABELS})\b)|<(?=\|)|[\"'](?=\s*(?:{_KEYS})\s*[\"']\s*:)", re.IGNORECASE)
 _HIDDEN = {"Cc", "Cf", "Co", "Cs", "Cn", "Zl", "Zp"}
 _ITEM: Final = "#/$defs/ItemReply"
-_MAX_REASON: Final = 300  # characters of a reason or quote in a schema
+_MAX_REASON: Final = 500  # characters of a reason or quote in a schema
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,7 @@ class JudgedText:
     @property
     def question(self) -> str:
         """The messages of the user in the prompt."""
-        return "\n\n".join(message["content"] for message in self.task.prompt if message["role"] == "user")
+        return question_of(self.task.prompt)
 
     @property
     def open_leaves(self) -> list[Rubric]:
@@ -82,8 +86,8 @@ class PairReply(BaseModel):
     better: Literal["first", "second", "tie"]
 
 
-class ReferenceReply(BaseModel):
-    """Reply of the kind reference."""
+class CorrectReply(BaseModel):
+    """Reply of the kinds correct and reference."""
 
     reason: str = Field("", max_length=_MAX_REASON)
     correct: bool
@@ -118,20 +122,24 @@ class WrittenRubric(BaseModel):
 
 @cache
 def templates() -> Mapping[str, str]:
-    """Return the texts of `prompts.toml`."""
-    return {name: text.strip() for name, text in tomllib.loads(_data("prompts.toml")).items()}
+    """Return the texts of `judge_prompts.toml`."""
+    return {
+        name: text.strip()
+        for name, text in tomllib.loads(
+            resources.files(__package__).joinpath("judge_prompts.toml").read_text("utf-8")
+        ).items()
+    }
 
 
-def _data(name: str) -> str:
-    return resources.files(__package__).joinpath(name).read_text("utf-8")
+def question_of(prompt: Sequence[Message]) -> str:
+    """Return the messages of the user."""
+    return "\n\n".join(message["content"] for message in prompt if message["role"] == "user")
 
 
-def judged_text(settings: JudgeConfig, trajectory: Trajectory, num_prompt: int) -> str:
-    """Return the answer of an episode, or its messages after the `num_prompt` first ones."""
-    if settings.sees == "answer":
-        return trajectory.answer
+def transcript(messages: Sequence[Message]) -> str:
+    """Return messages as a judge sees them: contents, tool calls and results, without reasoning."""
     parts = []
-    for message in trajectory.messages[num_prompt:]:
+    for message in messages:
         calls = [
             f"{call['function']['name']}({call['function']['arguments']})" for call in message.get("tool_calls") or []
         ]
@@ -140,11 +148,11 @@ def judged_text(settings: JudgeConfig, trajectory: Trajectory, num_prompt: int) 
 
 
 def shown_text(text: str, max_chars: int) -> str:
-    """Return a text as a judge sees it: visible characters, no tags of prompts, at most `max_chars` characters."""
+    """Return a text as a judge sees it: at most `max_chars`, visible, no tags of prompts or keys of replies."""
     if len(text) > max_chars:
         half = max_chars // 2
         text = f"{text[:half]}\n[... {len(text) - 2 * half} characters left out ...]\n{text[-half:]}"
-    return _TAG.sub("‹", "".join(map(_visible, text)))
+    return _FORGED.sub("‹", "".join(map(_visible, text)))
 
 
 def _visible(char: str) -> str:
@@ -159,12 +167,12 @@ def make_prompt(
     reply: tuple[dict[str, JSON], Callable[[Mapping[str, JSON]], T]],
     **fills: object,
 ) -> JudgePrompt[T]:
-    """Return the prompt `name` of `prompts.toml` on the data by label; `reply` is its schema and reader."""
+    """Return the prompt `name` of `judge_prompts.toml` on the data by label; `reply` is its schema and reader."""
     number = 0
-    while (tag := f"{seed_for('judge', number, *data.values()):016x}") in "".join(data.values()):
+    while (tag := f"{seed_for('judge', number, *data.values()) % 2**32:08x}") in "".join(data.values()):
         number += 1
     fenced = "\n\n".join(f"<{label}-{tag}>\n{text}\n</{label}-{tag}>" for label, text in data.items())
-    system = Message(role="system", content=templates()["system"].format(tag=tag))
+    system = Message(role="system", content=templates()["system"])
     user = Message(role="user", content=templates()[name].format(data=fenced, **fills))
     return JudgePrompt((system, user), *reply)
 
@@ -180,30 +188,34 @@ def score_prompt(settings: JudgeConfig, one: JudgedText) -> JudgePrompt[float]:
         return score / scale
 
     schema = _schema(ScoreReply, score={"type": "integer", "minimum": 0, "maximum": scale})
-    data = _data_of(settings, one)
+    data = _data_of(one, settings.client.max_chars)
     return make_prompt("score", data, (schema, read), scale=scale, criteria=_criteria(one.rubric))
 
 
-def reference_prompt(settings: JudgeConfig, one: JudgedText) -> JudgePrompt[float]:
-    """Return the prompt for the agreement with the reference answer, read as 0 or 1."""
+def correct_prompt(one: JudgedText, max_chars: int) -> JudgePrompt[float]:
+    """Return the prompt that asks whether a text is correct, if given by the reference answer."""
+    data, criteria = _data_of(one, max_chars), _criteria(one.rubric)
+    if one.reference:
+        data["reference"] = shown_text(one.reference, max_chars)
+        criteria = "\nJudge by the reference answer: other words and formats are fine, other facts are not."
+    return make_prompt("correct", data, (_schema(CorrectReply), read_correct), criteria=criteria)
 
-    def read(reply: Mapping[str, JSON]) -> float:
-        return float(_checked(ReferenceReply, reply).correct)
 
-    data = _data_of(settings, one) | {"reference": shown_text(one.reference, settings.client.max_chars)}
-    return make_prompt("reference", data, (_schema(ReferenceReply), read))
+def read_correct(reply: Mapping[str, JSON]) -> float:
+    """Return 1 or 0 for a reply to `correct_prompt`. Raises ValueError."""
+    return float(_checked(CorrectReply, reply).correct)
 
 
-def pair_prompt(settings: JudgeConfig, first: JudgedText, second: JudgedText) -> JudgePrompt[float]:
-    """Return the prompt for a comparison, read as the result of the first text: 1, 0.5 or 0."""
+def pair_prompt(first: JudgedText, second: JudgedText, max_chars: int) -> JudgePrompt[float]:
+    """Return the prompt for a comparison of two texts of one task."""
+    texts = {"first": shown_text(first.text, max_chars), "second": shown_text(second.text, max_chars)}
+    data = {"task": shown_text(first.question, max_chars)} | texts
+    return make_prompt("pairwise", data, (_schema(PairReply), read_pair), criteria=_criteria(first.rubric))
 
-    def read(reply: Mapping[str, JSON]) -> float:
-        return {"first": 1.0, "tie": 0.5, "second": 0.0}[_checked(PairReply, reply).better]
 
-    most = settings.client.max_chars
-    texts = {"first": shown_text(first.text, most), "second": shown_text(second.text, most)}
-    data = {"task": shown_text(first.question, most)} | texts
-    return make_prompt("pairwise", data, (_schema(PairReply), read), criteria=_criteria(first.rubric))
+def read_pair(reply: Mapping[str, JSON]) -> float:
+    """Return the result of the first text in a reply to `pair_prompt`: 1, 0.5 or 0. Raises ValueError."""
+    return {"first": 1.0, "tie": 0.5, "second": 0.0}[_checked(PairReply, reply).better]
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,7 +233,7 @@ class LeafVerdict:
 
 def rubric_prompt(settings: JudgeConfig, one: JudgedText) -> JudgePrompt[tuple[LeafVerdict, ...]]:
     """Return the prompt for the leaves that no rule decides."""
-    leaves, data = one.open_leaves, _data_of(settings, one)
+    leaves, data = one.open_leaves, _data_of(one, settings.client.max_chars)
     plain = _plain(data["text"])
 
     def read(reply: Mapping[str, JSON]) -> tuple[LeafVerdict, ...]:
@@ -248,8 +260,9 @@ def writing_prompt(settings: JudgeConfig, task: Task) -> JudgePrompt[Rubric]:
     return make_prompt("write_rubric", data, (_schema(WrittenRubric), read))
 
 
-def parse_reply(text: str, prompt: JudgePrompt[T]) -> tuple[T, str]:
-    """Return what a reply says, and its JSON: the last object in the text that is valid. Raises ValueError without one.
+def parse_reply(text: str, read: Callable[[Mapping[str, JSON]], T]) -> tuple[T, str]:
+    """Return what a reply says, and its JSON: the last object in the text that `read` accepts. Raises ValueError
+    without one.
 
     Text before a closing `</think>` is ignored.
     """
@@ -263,7 +276,7 @@ def parse_reply(text: str, prompt: JudgePrompt[T]) -> tuple[T, str]:
             end = place + 1
         else:
             try:
-                found = prompt.read(value), json.dumps(value)
+                found = read(value), json.dumps(value)
             except ValueError as error:
                 last = error
         place = text.find("{", end)
@@ -272,9 +285,8 @@ def parse_reply(text: str, prompt: JudgePrompt[T]) -> tuple[T, str]:
     return found
 
 
-def _data_of(settings: JudgeConfig, one: JudgedText) -> dict[str, str]:
-    most = settings.client.max_chars
-    return {"task": shown_text(one.question, most), "text": shown_text(one.text, most)}
+def _data_of(one: JudgedText, max_chars: int) -> dict[str, str]:
+    return {"task": shown_text(one.question, max_chars), "text": shown_text(one.text, max_chars)}
 
 
 def _criteria(rubric: Rubric | None) -> str:
