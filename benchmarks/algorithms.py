@@ -95,6 +95,8 @@ class Experiment:
     arms: tuple[Arm, ...]
     prediction: str = ""
     metrics: tuple[str, ...] = ()
+    target: float = 0.0
+    """Success on `test`; if above 0, the table shows what an arm samples until an evaluation reaches it."""
 
 
 def words_of(settings: Mapping[str, object]) -> tuple[str, ...]:
@@ -199,6 +201,17 @@ def metric_of(path: Path, name: str) -> float:
     return fmean(values[-5:]) if values else math.nan
 
 
+def until(path: Path, target: float) -> str:
+    """Return the episodes sampled, and the seconds of steps, until success on `test` is at least `target`."""
+    found = [load_evaluation(file) for file in (path / "evaluations").glob("step-*test*.json")]
+    last_step = min((one.plan.step for one in found if one.rate >= target), default=math.inf)
+    rows = {name: (path / f"{name}.jsonl").read_text("utf-8").splitlines() for name in ("metrics", "timings")}
+    before = {name: [row for line in rows[name] if (row := json.loads(line))["step"] <= last_step] for name in rows}
+    episodes = sum(row["ledger/started"] for row in before["metrics"])
+    seconds = sum(row["time/step_s"] for row in before["timings"])
+    return f"{'' if last_step < math.inf else 'never: '}{episodes:.0f} in {seconds:.0f} s"
+
+
 def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, list[Path]]]:
     """Run all arms; return for each the best rate on `validation` with the first seed, and the runs at that rate."""
     game = games()[args.game]
@@ -277,19 +290,21 @@ def last_of(path: Path, ids: Collection[str]) -> Evaluation:
 
 
 def table(
-    found: dict[str, tuple[str, list[Path]]], baseline: str, shown: Mapping[str, Column], metrics: Sequence[str] = ()
+    found: dict[str, tuple[str, list[Path]]], baseline: str, shown: Mapping[str, Column], experiment: Experiment
 ) -> str:
     """Return a table of success in per cent with intervals over seeds, differences from the baseline, and metrics."""
+    goal = [f"episodes until {experiment.target:.0%}"] if experiment.target else []
     compared = [name for name in shown if name != "composition"]
     gaps = [(f"{name}, against {baseline}, paired over tasks", "over seeds") for name in compared]
-    titles = ("arm", "rate", *shown, *(title for gap in gaps for title in gap), *metrics)
+    titles = ("arm", "rate", *shown, *(title for gap in gaps for title in gap), *experiment.metrics, *goal)
     lines = [f"| {' | '.join(titles)} |", "|---" * len(titles) + "|"]
     for name, (rate, paths) in found.items():
         cells = [learning.over_seeds([take(p) for p in paths]) for take in shown.values()]
         for take in (shown[one] for one in compared):
             plain = [take(p) for p in found[baseline][1]]
             cells += ["", ""] if name == baseline else differences([take(p) for p in paths], plain)
-        cells += [" ".join(f"{metric_of(path, metric):.3g}" for path in paths) for metric in metrics]
+        cells += [" ".join(f"{metric_of(path, metric):.3g}" for path in paths) for metric in experiment.metrics]
+        cells += [", ".join(until(path, experiment.target) for path in paths) for _ in goal]
         lines.append(f"| {name} | {rate} | {' | '.join(cells)} |")
     return "\n".join(lines)
 
@@ -328,7 +343,7 @@ def main() -> None:
         parser.error(f"the baseline {baseline!r} is not among the arms {[arm.name for arm in chosen]}")
     if experiment.prediction:
         print(f"Prediction: {experiment.prediction}\n", flush=True)
-    print(table(run(args, chosen), baseline, columns(games()[args.game]), experiment.metrics))
+    print(table(run(args, chosen), baseline, columns(games()[args.game]), experiment))
 
 
 if __name__ == "__main__":

@@ -1,5 +1,6 @@
 """The experiments of benchmarks/experiments.toml: their settings are valid, and each has a baseline."""
 
+import json
 import sys
 from pathlib import Path
 
@@ -7,9 +8,10 @@ import pytest
 
 from ludus.config.load import load_config
 from ludus.envs.registry import build_world
+from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, save_evaluation
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
-from algorithms import experiments, games, read_experiment, words_of
+from algorithms import experiments, games, read_experiment, until, words_of
 
 
 @pytest.mark.parametrize("name", experiments())
@@ -37,3 +39,14 @@ def test_words_and_cumulative_arms():
 def test_world_of_every_game_can_be_built(name):
     config = load_config(games()[name].recipe, [*games()[name].settings])
     assert build_world(config.env, config.rollout, config.sandbox).tasks("train")
+
+
+def test_episodes_and_seconds_until_a_target(tmp_path):
+    for name, row in {"metrics": {"ledger/started": 96.0}, "timings": {"time/step_s": 2.0}}.items():
+        (tmp_path / f"{name}.jsonl").write_text("".join(json.dumps({"step": i, **row}) + "\n" for i in range(1, 5)))
+    (tmp_path / "evaluations").mkdir()
+    for step, solved in ((0, 0), (2, 1), (3, 0)):
+        result = Evaluation(EvaluationPlan("test", 2, 1, 1.0, 0, step), ("a", "b"), (solved, 0), ("f", "f"), {}, 0)
+        save_evaluation(tmp_path / "evaluations", result, [])
+    assert until(tmp_path, 0.5) == "192 in 4 s"
+    assert until(tmp_path, 0.6) == "never: 384 in 8 s"
