@@ -226,8 +226,9 @@ def train(
 ) -> Run:
     """Train by RL in a new run folder, or in that of a run to `resume`, and return the run.
 
-    `source` is a recipe name, a path of a .toml file, a `Config`, a `World`, or an agent function `agent(task, policy)`
-    with `tasks` (a list, every fifth of which is held out, or lists by split) and `reward(task, answer)` in [0, 1].
+    `source` is a recipe name, a path of a .toml or world file, a `Config`, a `World`, or an agent function
+    `agent(task, policy)` with `tasks` (a list, every fifth of which is held out, or lists by split) and
+    `reward(task, answer)` in [0, 1].
     `settings` are tables by section: `training={"steps": 20}`. A resumed run has those of its folder, from which
     `settings` differ; its `source` is its agent function or `World`, if it was trained on one. Raises UserError and its
     subclasses for settings that a user can fix.

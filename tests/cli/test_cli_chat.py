@@ -177,6 +177,27 @@ def test_failing_world_raises_world_error_with_its_message():
     assert world.open == []
 
 
+def test_a_world_that_cannot_start_from_a_question_answers_its_tasks():
+    async def fails_twice(number):
+        if number < 2:
+            raise KeyError("truth")
+
+    talk, _ = dialogue(["3"], world := RecordingWorld(hooks={"start": fails_twice}))
+    [[(kind, text)]] = ask(talk, "What?")
+    assert kind == "end"
+    assert "KeyError: 'truth'" in text
+    assert "/task" in text
+    tasks = world.tasks("train")
+    assert [talk.next_task() for _ in range(len(tasks) + 1)] == [*tasks, tasks[0]]
+    with pytest.raises(WorldError, match="truth"):
+        ask(talk, tasks[0])
+    assert ask(talk, tasks[0]) == [[("answer", "3")]]
+    assert talk.last_text == tasks[0].prompt[-1]["content"]
+    asyncio.run(talk.retry(into(parts := [])))
+    assert parts == [("answer", "3")]
+    assert world.open == []
+
+
 def test_chat_opening_matches_prompts_of_world_tasks():
     tiny = build_world(load_config(None, ["--env.name", str(WORLD)]).env, load_config(None).rollout)
     task = tiny.tasks("test")[0]
@@ -223,6 +244,13 @@ def test_chat_commands_list_commands_and_tools_and_retry_a_question(tiny_run, mo
     assert "Unknown command /nope. /help lists the commands." in said.out
     assert said.out.count("[you] What does pear cost?") == 2
     assert said.out.count("new dialogue ─") == 1
+
+
+def test_chat_shows_the_prompt_of_a_task_and_its_answer(tiny_run, monkeypatch):
+    said = chat(monkeypatch, ["/task", "/task"], tiny_run)
+    assert said.code == 0, said
+    assert said.out.count("─ task ") == said.out.count("[user] ") == 2
+    assert said.out.count("[answer]") + said.out.count("[end]") == 2
 
 
 def test_the_temperature_changes_the_answer(tiny_run, monkeypatch):

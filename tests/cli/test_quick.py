@@ -74,7 +74,8 @@ def test_zero_tasks_before_training_skip_the_evaluation():
 
 def test_recipes_command_shows_start_time_and_learning_results():
     said = " ".join(ludus("recipes").out.split())
-    assert "starts" in said
+    assert "after 13 s" in said
+    assert "needs a GPU" in said
     assert "memory" in said
     for recipe in list_recipes():
         learns = tomllib.loads((recipe.folder / "recipe.toml").read_text())["learns"]

@@ -279,8 +279,6 @@ def test_a_syntax_error_names_file_and_line(tmp_path, text, place):
 
 
 def test_near_names_are_suggested_for_missing_recipes_but_not_missing_files(tmp_path):
-    with pytest.raises(ConfigError, match=r"stock\.py is not a configuration file"):
-        load_config("examples/stock.py")
     with pytest.raises(ConfigError, match=r'Unknown recipe "serch"') as caught:
         load_config("serch", [])
     assert "search" in caught.value.hint
@@ -417,3 +415,10 @@ def test_recipes_with_generated_tasks_evaluate_at_least_1000_tasks(recipe):
     config = load_config(recipe, [])
     assert config.evaluation.tasks >= 1_000
     assert config.env.settings.get("num_held_out", 1_000) >= 1_000
+
+
+def test_world_file_is_a_source_with_the_default_settings():
+    config = load_config("examples/stock.py:make_world", ["--training.steps", "3"])
+    assert config.env.name == f"{Path('examples/stock.py').absolute()}:make_world"
+    assert config.training.steps == 3
+    assert config.rollout == RolloutConfig()

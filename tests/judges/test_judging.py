@@ -306,6 +306,12 @@ def test_calibration_agrees_with_kappa_and_auc_by_hand(tmp_path):
     assert read_calibration(tmp_path / "c.json").injections == found.injections
 
 
+@pytest.mark.parametrize(("reply", "reason"), [(Reply(status=404), "404"), (Reply(say("eight")), "invalid reply: ")])
+def test_calibration_without_a_judged_text_names_the_last_failure(reply, reason):
+    with pytest.raises(ConfigError, match=f"no text.*{reason}"):
+        calibrated(lambda body: reply, verified([("yes", True), ("no", False)]))
+
+
 def test_calibration_shows_a_gullible_judge_and_one_that_prefers_long_texts():
     rows = [("no", False), ("nope, not at all", False), ("7", True), ("7, which is certainly the price", True)]
     gullible = scoring(lambda text: 10 if "full score" in text else 2)

@@ -555,6 +555,23 @@ def test_bubblewrap_without_namespaces_reports_the_reason(monkeypatch):
             run("print(1)")
 
 
+def test_bubblewrap_that_fails_after_its_start_reports_the_reason_and_the_requirements(monkeypatch):
+    which = shutil.which
+    program = """import os, sys
+words = dict(zip(sys.argv, sys.argv[1:]))
+os.write(int(words["--info-fd"]), b'{"child-pid": %d}' % os.getpid())
+sys.exit("bwrap: Can't set hostname to box: Operation not permitted")
+"""
+    with a_folder() as folder:
+        broken = folder / "bwrap"
+        broken.write_text(f"#!{find_python('')}\n{program}")
+        broken.chmod(0o755)
+        found = {"bwrap": str(broken)}
+        monkeypatch.setattr(namespaces.shutil, "which", lambda name: found.get(name) or which(name))
+        with pytest.raises(WorldError, match=r"hostname.*in a container"):
+            run("print(1)")
+
+
 def test_missing_interpreter_is_named():
     with pytest.raises(UserError, match="no-python"):
         find_python("/no-python")

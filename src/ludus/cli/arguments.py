@@ -11,6 +11,7 @@ from ludus.config.schema import Config
 from ludus.config.settings import find
 from ludus.config.toml import flat_settings
 from ludus.errors import UserError
+from ludus.plugins import is_file_reference
 from ludus.recipes import list_recipes
 from ludus.training.run.run_dir import RunFolder, kind_of
 
@@ -92,8 +93,8 @@ def recipe_config(recipe: str | None, shortcuts: Sequence[str], overrides: Seque
 
 
 def is_recipe(name: str) -> bool:
-    """Return whether the name is that of a recipe or of a recipe file."""
-    return name.endswith(".toml") or name in {one.name for one in list_recipes()}
+    """Return whether the name is that of a recipe, or of a recipe or world file."""
+    return name.endswith(".toml") or is_file_reference(name) or name in {one.name for one in list_recipes()}
 
 
 def environment_config(name: str, overrides: Sequence[str]) -> Config:

@@ -15,6 +15,7 @@ from ludus.config.schema import Config
 from ludus.config.settings import BOUNDS, Setting, find, first_under, is_section, suggestion
 from ludus.config.toml import toml_value
 from ludus.errors import ConfigError
+from ludus.plugins import is_file_reference
 from ludus.recipes import list_recipes, recipe_folder
 
 _MAX_VALUE_CHARS = 60
@@ -26,7 +27,8 @@ def load_config(
 ) -> Config:
     """Return the configuration of a run.
 
-    `source` is a recipe name, a path to a `.toml` file, or None for the defaults. `overrides` are words of a command
+    `source` is a recipe name, a path to a `.toml` file, a world file (`.py`), which is `env.name` of the defaults, or
+    None for the defaults. `overrides` are words of a command
     line: `--algorithm.group_size 16`, `--algorithm.group_size=16`, a bare `--model.from_scratch` for true, `none` for
     None; lists and tables are written as TOML. `overrides_origin` names their origin in errors. Relative paths become
     absolute: those of a file from its folder, others from the working directory.
@@ -35,7 +37,10 @@ def load_config(
     """
     data: dict[str, object] = {}
     places = [overrides_origin] if overrides else []
-    if source is not None:
+    if source is not None and is_file_reference(str(source)):
+        data["env"] = {"name": str(source)}
+        places.insert(0, str(source))
+    elif source is not None:
         is_file = isinstance(source, Path) or source.endswith(".toml") or "/" in source
         path = Path(source) if is_file else recipe_folder(str(source)) / "config.toml"
         places.insert(0, str(path) if is_file else f"the recipe {source}")
@@ -52,8 +57,6 @@ def config_from_toml(text: str, origin: str = "the text", overrides: Sequence[st
 def _read(path: Path) -> str:
     if path.is_dir():
         raise ConfigError(f"{path} is a folder, not a configuration file.", "Name the .toml file in it.")
-    if path.suffix == ".py":
-        raise ConfigError(f"{path} is not a configuration file.", "Name a world file as env.name in a .toml file.")
     try:
         return path.read_text(encoding="utf-8")
     except FileNotFoundError:

@@ -123,7 +123,7 @@ async def calibrate(
     texts = [[grader.text_of(one.task, one.trajectory) for one in group] for group in groups]
     rows = await _rows(grader, groups, texts, stats)
     if not rows:
-        raise ConfigError("The judge has judged no text.", "Check its server and the log.")
+        raise ConfigError("The judge has judged no text.", f"Last failure: {stats.failure or 'none'}")
     values, won, lengths = (np.array(column) for column in zip(*rows, strict=True))
     found = cohens_kappa((values >= 0.5).tolist(), won.tolist())
     rejected = [

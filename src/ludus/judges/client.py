@@ -130,11 +130,12 @@ class EngineJudge:
 
 @dataclass
 class JudgeStats:
-    """Counts of a step by metric, and the seconds of its requests and of the wait for all of them."""
+    """Counts of a step by metric, the seconds of its requests and of the wait for all of them, and the last failure."""
 
     counts: Counter[str] = field(default_factory=Counter)
     latencies: list[float] = field(default_factory=list)
     wait_s: float = 0.0
+    failure: str = ""
 
     def metrics(self) -> dict[str, float]:
         """Return the counts; those of failures depend on the judge's speed."""
@@ -246,6 +247,7 @@ class JudgeClient:
                 return parse_reply(reply.text, prompt.read)[1]
             except ValueError as error:
                 stats.counts["invalid"] += 1
+                stats.failure = f"invalid reply: {error}"
                 log.debug("invalid reply of judge %s: %s", backend.name, error)
         return None
 
@@ -262,9 +264,10 @@ class JudgeClient:
             except Exception as error:  # boundary: no failure of a judge may end a step
                 is_timeout = isinstance(error, TimeoutError) or isinstance(error.__cause__, TimeoutError)
                 stats.counts["timeouts" if is_timeout else "errors"] += 1
+                stats.failure = str(error) or repr(error)
                 if backend.name not in self._warned:
                     self._warned.add(backend.name)
-                    log.warning("judge %s failed, logged once per run: %s", backend.name, str(error) or repr(error))
+                    log.warning("judge %s failed, logged once per run: %s", backend.name, stats.failure)
                 return None
             stats.latencies.append(time.monotonic() - begin)
         stats.counts["prompt_tokens"] += reply.prompt_tokens

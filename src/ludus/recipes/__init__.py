@@ -61,5 +61,5 @@ def recipe_folder(name: str) -> Path:
     if name in recipes:
         return recipes[name]
     known = f"{did_you_mean(name, recipes, cutoff=0.5)}Known: {', '.join(recipes)}."
-    yours = "A file of yours is a path that ends in .toml; it names a world file (.py) as env.name."
+    yours = "A file of yours is a path that ends in .toml, or in .py if it defines a world."
     raise ConfigError(f'Unknown recipe "{name}".', f"{known} {yours}")

@@ -56,8 +56,7 @@ class DoctorFinding:
 def run(args: argparse.Namespace, overrides: Sequence[str]) -> int:
     """Print each finding; return 1 if there are faults."""
     target, model = args.target, args.model
-    is_file = (target or "").partition(":")[0].endswith((".toml", ".py"))
-    is_environment = target is not None and (is_file or is_recipe(target))
+    is_environment = target is not None and is_recipe(target)
     is_run = target is not None and (Path(target) / "config.toml").is_file()
     has_model = model is not None
     if not has_model:

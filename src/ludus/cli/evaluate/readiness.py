@@ -134,8 +134,7 @@ def resolved_model(args: argparse.Namespace) -> argparse.Namespace:
 def readiness_config(args: argparse.Namespace, overrides: Sequence[str]) -> Config:
     """Return the configuration of a recipe, or the defaults with another environment."""
     shortcuts = [] if args.endpoint else model_settings(args.model, args.target)
-    is_environment = args.target in FACTORIES or args.target.partition(":")[0].endswith(".py")
-    if not is_recipe(args.target) and not is_environment:
+    if not is_recipe(args.target) and args.target not in FACTORIES:
         names = sorted({*FACTORIES, *(one.name for one in list_recipes())})
         hint = f"{did_you_mean(args.target, names)}Known: {', '.join(names)}; files end in .toml or .py."
         raise UserError(f"Unknown environment {args.target!r}.", hint)
@@ -245,7 +244,7 @@ def suggested_command(
     settings = readiness.suggested_settings(found, config)
     recipe, note = args.target, ""
     if not is_recipe(recipe):
-        recipe = f"{Path(recipe.partition(':')[0]).stem}.toml"
+        recipe = f"{recipe}.toml"
         note = f'Needs a file {recipe} with the lines [env] and name = "{config.env.name}".'
     if args.endpoint:
         note = f"{note} An endpoint cannot be trained: --model must name the weights of {args.model}.".strip()

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import cycle
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
@@ -23,7 +24,7 @@ from ludus.cli.ui.transcripts import calls, describe_tool, outcome_text, shorten
 from ludus.config.schema import Config
 from ludus.envs.base import Environment
 from ludus.envs.registry import build_world
-from ludus.errors import UserError
+from ludus.errors import UserError, WorldError
 from ludus.recipes import list_recipes
 from ludus.rollouts.episode import EngineChatSession, world_errors
 from ludus.rollouts.scheduler import sampling_params
@@ -112,8 +113,14 @@ def chat(repl: ChatRepl, console: Console, runner: asyncio.Runner) -> None:
         if question in ("/exit", "/quit"):
             return
         if question == "/retry" and repl.last_question:
-            print_line(console, f"[you] {repl.last_question}")
+            print_line(console, f"[you] {repl.last_text}")
             runner.run(repl.retry(show))
+        elif question == "/task":
+            task = repl.next_task()
+            console.rule(f"task {task.id}")
+            for message in task.prompt:
+                print_line(console, f"[{message['role']}] {message['content']}")
+            runner.run(repl.send(task, show))
         elif re.fullmatch("/[a-z]*", question):
             for line in command_lines(question, repl):
                 print_line(console, fill_columns(line, console.width), STYLES["end"])
@@ -130,7 +137,7 @@ def command_lines(command: str, repl: ChatRepl) -> list[str]:
     match command:
         case "/new":
             repl.restart()
-            repl.last_question = ""
+            repl.last_question = None
             return ["A new dialogue."]
         case "/help":
             return textwrap.dedent(list_commands()["chat"].description.split("\n\n")[-1]).split("\n")
@@ -158,7 +165,9 @@ class ChatRepl:
 
     loaded: LoadedRun
     temperature: float
-    last_question: str = field(init=False, default="")
+    last_question: str | Task | None = field(init=False, default=None)
+    """The last question, or the last task of the world."""
+    _tasks: Iterator[Task] | None = field(init=False, default=None)
     _number: int = field(init=False, default=0)
     _session: EngineChatSession | None = field(init=False, default=None)
     _pending: list[Message] = field(init=False, default_factory=list)
@@ -169,6 +178,20 @@ class ChatRepl:
     def is_new(self) -> bool:
         """Whether the next question starts a dialogue."""
         return self._session is None
+
+    @property
+    def last_text(self) -> str:
+        """The text of the last question or task."""
+        last = self.last_question
+        return last.prompt[-1]["content"] if isinstance(last, Task) else last or ""
+
+    def next_task(self) -> Task:
+        """Discard the dialogue; return the next task of the world's last split, in an endless cycle."""
+        self.restart()
+        if self._tasks is None:
+            world = self.loaded.session.world
+            self._tasks = cycle(world.tasks(world.splits[-1]))
+        return next(self._tasks)
 
     def restart(self) -> None:
         """Discard the dialogue; the next question starts a new one."""
@@ -182,20 +205,30 @@ class ChatRepl:
         session, pending = self._before
         self.restart()
         self._session, self._pending = session, pending
-        await self.send(self.last_question, on_part, self.temperature or 1.0)
+        if self.last_question is not None:
+            await self.send(self.last_question, on_part, self.temperature or 1.0)
 
-    async def send(self, question: str, on_part: OnPart, temperature: float | None = None) -> None:
-        """Run turns until the answer. Raises EngineError and WorldError."""
+    async def send(self, question: str | Task, on_part: OnPart, temperature: float | None = None) -> None:
+        """Run turns until the answer to a question, or on a task of the world. Raises EngineError and WorldError.
+
+        If the environment cannot start from a question without the data of a task, the reason is shown.
+        """
         self._number += 1
         seed = self.loaded.session.config.run.seed + self._number
         copy = None if self._session is None else self._session.fork(f"chat/{self._number}", seed)
         self.last_question, self._before = question, (copy, self._pending)
         world = self.loaded.session.world
-        task = Task("chat", tuple(world.opening(question)), None)
+        task = question if isinstance(question, Task) else Task("chat", tuple(world.opening(question)), None)
         environment = world.environment(task)
         try:
-            with world_errors("The environment's start raised"):
-                messages = await environment.start(task)
+            try:
+                with world_errors("The environment's start raised"):
+                    messages = await environment.start(task)
+            except WorldError as error:
+                if isinstance(question, Task):
+                    raise
+                on_part("end", f"A question is not enough for this world ({error}). See /task.")
+                return
             session, stop = self._open(messages, environment)
             warmth = self.temperature if temperature is None else temperature
             session.params = replace(session.params, temperature=warmth)

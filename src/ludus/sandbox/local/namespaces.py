@@ -61,7 +61,8 @@ PROGRAM_ENVIRONMENT = {"HOME": "/box", "LANG": "C.UTF-8", "PYTHONHASHSEED": "0",
 
 _CANNOT_START_HINT = (
     "The namespaces backend needs user namespaces: as root, `sysctl -w user.max_user_namespaces=15000`, "
-    "on Ubuntu also `sysctl -w kernel.apparmor_restrict_unprivileged_userns=0`. "
+    "on Ubuntu also `sysctl -w kernel.apparmor_restrict_unprivileged_userns=0`; in a container, the options in the "
+    "first lines of the Dockerfile of Ludus. "
     "docs/use/sandbox.md has the other backends."
 )
 
@@ -165,7 +166,9 @@ class Zygote(SupervisorHost):
                 await _readable(self.control.fileno())
                 _, fds, _, _ = socket.recv_fds(self.control, 1, 1)
                 if not fds:
-                    raise WorldError(f"A sandbox zygote exited. {read_errors(self.errors)}".strip())
+                    reason = read_errors(self.errors)
+                    hint = _CANNOT_START_HINT if reason.startswith("bwrap:") else ""
+                    raise WorldError(f"A sandbox zygote exited. {reason}".strip(), hint)
                 sock = socket.socket(fileno=fds[0])
                 sock.setblocking(False)
                 supervisor = SupervisorSocket(sock)
@@ -251,7 +254,7 @@ async def start_zygote(settings: SandboxSettings, preload: tuple[str, ...]) -> Z
         reason = read_errors(errors) or "bubblewrap printed no reason"
         ours.close()
         errors.close()
-        raise UserError(f"The sandbox cannot be started: {reason}.", _CANNOT_START_HINT) from None
+        raise UserError(f"The sandbox cannot be started: {reason.rstrip('.')}.", _CANNOT_START_HINT) from None
     with suppress(OSError):  # if it has exited, the first `start_supervisor` reports why
         same_python = Path(python).name == f"python{sys.version_info.major}.{sys.version_info.minor}"
         request = pack_request({"paths": list(settings.paths), "preload": list(preload)}, [seccomp])
