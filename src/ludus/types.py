@@ -295,8 +295,8 @@ class Segment:
     `action` tokens were sampled by the policy and are trained on; `prompt` and `observation` tokens (tool output and
     chat template) are not. `parent` is the index of the preceding segment; None means the previous one in the list, or
     the root for the first. `logprobs` and `versions` have one entry per action token and are empty for other kinds.
-    `policy` is the adapter of the agent's role (`model.lora.roles`), which samples and is trained; empty: the policy
-    that all other roles share.
+    `policy` is the adapter (`model.lora.roles`) or model (`model.roles`) of the agent's role, which samples and is
+    trained; empty: the policy that all other roles share.
     """
 
     kind: SegmentKind

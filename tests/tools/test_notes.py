@@ -95,11 +95,11 @@ def test_episodes_have_the_tools_and_separate_notes():
     assert first.reward == second.reward == 1.0
 
 
-def test_only_scope_task_starts_with_earlier_notes():
+def test_only_persistent_scopes_start_with_earlier_notes():
     def script(request, turn):
         return [call("note_search", query=""), "Paris"][turn]
 
-    for scope, expected in (("task", "city"), ("episode", "there are no notes")):
+    for scope, expected in (("task", "city"), ("run", "city"), ("episode", "there are no notes")):
         for one in roll_out(script, scope, {"city": "Paris"}):
             assert one.outcomes[0].output == expected
             assert one.notes == {}
@@ -134,6 +134,16 @@ def test_notes_of_a_group_are_merged_in_the_order_of_samples(tmp_path):
     notes.add(3, [episode(3, 0, {})])
     lines = (tmp_path / "notes.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
+
+
+def test_tasks_share_the_notes_of_a_run(tmp_path):
+    notes = TaskNotes.load(tmp_path / "notes.jsonl", 2, 0, shared=True)
+    other = replace(episode(1, 0, {"b": "2"}), task=replace(make_task(), id="other"))
+    notes.add(1, [episode(1, 0, {"a": "1"}), other])
+    assert notes.of("t") == notes.of("new") == {"a": "1", "b": "2"}
+    notes.add(2, [replace(other, trajectory=replace(other.trajectory, notes={"c": "3"}))])
+    again = TaskNotes.load(tmp_path / "notes.jsonl", 2, 1, shared=True)
+    assert (notes.of("t"), again.of("t")) == ({"b": "2", "c": "3"}, {"a": "1", "b": "2"})
 
 
 def test_notes_of_later_steps_and_a_torn_line_are_removed_on_loading(tmp_path):

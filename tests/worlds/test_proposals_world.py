@@ -17,6 +17,7 @@ from ludus.rewards.base import score
 from ludus.rollouts.agent_runs import AgentRunner
 from ludus.rollouts.ledger import RolloutKey
 from ludus.rollouts.scheduler import Episode
+from ludus.tools.notes import Notes
 from ludus.training.credit.advantages import assign_credit
 from ludus.training.rl.validate import check_roles
 from ludus.worlds.proposals.programs import Problem, bleu, cluster_shares, is_pure
@@ -33,7 +34,7 @@ def world_of(**settings):
     return make_proposals_world({"num_inputs": 4, "num_solvers": 4, **settings}, ToolLimits())
 
 
-def play(world, kind, *replies, sample=0, split="train"):
+def play(world, kind, *replies, sample=0, split="train", notes=None):
     """Return the scored episode in which the agents reply in order: the proposers, then the solvers."""
     task = next(task for task in world.tasks(split) if task.tags["kind"] == kind)
     engine = scripted(in_order(*replies))
@@ -41,7 +42,7 @@ def play(world, kind, *replies, sample=0, split="train"):
     async def run():
         async with closing(world):
             environment = world.environment(task)
-            return await AgentRunner().run(task, sample, environment, lambda: make_chat(engine), LIMITS)
+            return await AgentRunner(notes=notes).run(task, sample, environment, lambda: make_chat(engine), LIMITS)
 
     return score(world.rewards, task, asyncio.run(run()))
 
@@ -205,6 +206,43 @@ def test_repetition_is_the_share_of_a_cluster_with_average_linkage():
     assert cluster_shares([*chain]) == [0.5] * 4
     assert cluster_shares(["", "", "x y"]) == pytest.approx([2 / 3, 2 / 3, 1 / 3])
     assert (cluster_shares([]), cluster_shares(["a"])) == ([], [1.0])
+
+
+def test_valid_proposals_are_notes_and_later_references():
+    notes = Notes(max_chars=len(DOUBLE) + 20)
+    play(world_of(num_proposals=4), "deduction", PROPOSAL, f"{DOUBLE}\ninput:  3", DOUBLE, *["6"] * 8, notes=notes)
+    assert [*notes.written.values()] == [PROPOSAL]  # equal ones count once, invalid ones do not
+    play(world_of(), "deduction", f"{DOUBLE}\ninput: '{'a' * 40}'", *["'a'"] * 4, notes=notes)
+    assert len(notes.written) == 1  # the second one is too long
+    (title,) = notes.written
+    world = world_of(num_references=60, num_prompts=2)
+    environment, task = world.environment(world.tasks("train")[0]), in_kind(world, "deduction")
+    earlier = Notes({title: PROPOSAL, "proposal/induction/0": "another kind"})
+    pool = {one.replace(PROPOSAL, "past") for one in references(environment.prompt_of(task, earlier))}
+    seeds = {*references(task.prompt)}
+    assert len(seeds) == 60
+    assert len(pool & seeds) == 59 + ("past" not in pool)
+    assert environment.prompt_of(task, Notes()) == task.prompt
+
+
+def test_references_are_drawn_from_seeds_and_past_proposals_alike():
+    world = world_of(num_prompts=200)
+    environment = world.environment(world.tasks("train")[0])
+    past = {f"proposal/abduction/{i}": f"def f(x):\n    return {i}\ninput: 0" for i in range(40)}
+    tasks = [task for task in world.tasks("train") if task.tags["kind"] == "abduction"]
+    drawn = [references(environment.prompt_of(task, Notes(past))) for task in tasks]
+    assert {len({*one}) for one in drawn} == {6}
+    share = sum(one in past.values() for own in drawn for one in own) / (6 * len(tasks))
+    assert share == pytest.approx(0.4, abs=4 * (0.24 / 1200) ** 0.5)
+    assert environment.prompt_of(tasks[0], Notes(past)) == environment.prompt_of(tasks[0], Notes(past))
+
+
+def in_kind(world, kind):
+    return next(task for task in world.tasks("train") if task.tags["kind"] == kind)
+
+
+def references(prompt):
+    return prompt[-1]["content"].partition("differ from:\n\n")[2].split("\n\n")
 
 
 def test_hierarchical_compares_solvers_within_each_proposal():

@@ -14,7 +14,7 @@ from ludus.errors import UserError
 from ludus.plugins import is_file_reference
 
 _FILES = re.compile(
-    r"(model|teacher|experts)\.path|(sft|sft\.sources\.[^.]+|preference|reward_model)\.(data|run)|rewards\.(model|process\.subgoals)|preference\.model|evaluation\.select_by"
+    r"(model|teacher|experts)\.path|model\.roles\.[^.]+|(sft|sft\.sources\.[^.]+|preference|reward_model)\.(data|run)|rewards\.(model|process\.subgoals)|preference\.model|evaluation\.select_by"
     r"|staleness\.replay\.sources|(engine|sandbox)\.token_file"
 )
 """Settings that may be paths of files or folders to read."""

@@ -56,7 +56,7 @@ class PolicySession(Protocol):
     agent_rewards: dict[str, float]
     """The reward of each agent by its name, set by an environment of several agents."""
     notes: Notes
-    """The notes of the rollout, for `notes_tools`; with `rollout.notes.scope = "task"` also those of earlier steps."""
+    """The notes of the rollout, for `notes_tools`; if `rollout.notes` persist, also those of earlier steps."""
 
     @property
     def opponent(self) -> PolicySession | None:

@@ -362,7 +362,7 @@ def notes_of(settings: NotesConfig, earlier: Mapping[str, str]) -> Notes | None:
     """Return the notes of an episode, or None if it has none."""
     if settings.scope == "none":
         return None
-    return Notes(earlier if settings.scope == "task" else {}, settings.max_notes, settings.max_chars)
+    return Notes(earlier if settings.persists else {}, settings.max_notes, settings.max_chars)
 
 
 @dataclass(frozen=True, slots=True)

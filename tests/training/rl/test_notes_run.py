@@ -32,14 +32,14 @@ def make_world(settings, limits):
 """
 
 
-def play(folder, reporter=None):
+def play(folder, reporter=None, scope="task"):
     path = folder.parent / "noting.py"
     path.write_text(WORLD)
     changes = {
         "env__name": str(path),
         "model__path": str(resources.files("ludus.recipes") / "search" / "cold_start"),
         "rollout__reward_processes": "0",  # rewards are computed when the agent ends
-        "rollout__notes__scope": "task",
+        "rollout__notes__scope": scope,
         "rollout__notes__max_notes": "5",
         "training__steps": "3",
         "evaluation__tasks": "1",
@@ -68,13 +68,16 @@ def test_episodes_start_with_the_notes_of_earlier_steps_of_their_task(tmp_path):
 
 
 @pytest.mark.fault
-def test_resumed_run_has_the_same_notes(tmp_path):
-    play(tmp_path / "whole")
+@pytest.mark.parametrize("scope", ["task", "run"])
+def test_resumed_run_has_the_same_notes(tmp_path, scope):
+    play(tmp_path / "whole", scope=scope)
     with pytest.raises(RunInterrupted):
-        play(tmp_path / "cut", InterruptingReporter(2))
+        play(tmp_path / "cut", InterruptingReporter(2), scope)
     with (tmp_path / "cut" / "notes.jsonl").open("a") as file:
         file.write('{"step": 3, "task": "torn')
     assert main(["train", "--resume", str(tmp_path / "cut")]) == 0
     first, second = lasting_files(tmp_path / "whole"), lasting_files(tmp_path / "cut")
     assert "notes.jsonl" in first
+    rewards = [one.trajectory.reward for one in read_rollouts(rollouts_path(tmp_path / "whole", 2))]
+    assert {*rewards} == {0.2 if scope == "task" else 0.4}
     assert [name for name in first if first[name] != second.get(name)] == []

@@ -16,7 +16,7 @@ from ludus.envs.registry import build_world
 from ludus.errors import ConfigError
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
 from ludus.training.rl.build import train
-from ludus.training.rl.validate import check_role_adapters
+from ludus.training.rl.role_checks import check_role_policies
 from ludus.training.run.checkpoint import checkpoint_path
 from ludus.training.run.run_dir import RunFolder, list_checkpoints, lock_run, new_run
 from ludus.training.run.session import open_session
@@ -98,7 +98,7 @@ def test_settings_that_an_adapter_per_role_does_not_support_are_refused(tmp_path
 
 def checked(folder, **changes):
     settings = config(folder, **(GAME | changes))
-    check_role_adapters(settings, algorithm_of(settings), build_world(settings.env, settings.rollout))
+    check_role_policies(settings, algorithm_of(settings), build_world(settings.env, settings.rollout))
 
 
 def test_roles_are_those_of_the_world(tmp_path):
@@ -112,7 +112,7 @@ def test_roles_are_those_of_the_world(tmp_path):
     for depth, refusal in (("0", pytest.raises(ConfigError, match="names 'sub'")), ("1", nullcontext())):
         settings = config(tmp_path, **search, rollout__subagents__max_depth=depth)
         with refusal:
-            check_role_adapters(settings, algorithm_of(settings), build_world(settings.env, settings.rollout))
+            check_role_policies(settings, algorithm_of(settings), build_world(settings.env, settings.rollout))
 
 
 @pytest.mark.parametrize(("roles", "why"), [('["x", "x"]', "has 'x' twice"), ('["solver:code"]', "not solver:code")])

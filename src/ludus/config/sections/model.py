@@ -4,11 +4,19 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from typing import Literal, Self
 
 from pydantic import Field, model_validator
 
 from ludus.config.sections.section import Section
+
+
+def check_role_names(setting: str, roles: Sequence[str]) -> None:
+    """Raise ValueError for a name that is not that of a role without its kind."""
+    if invalid := [role for role in roles if not re.fullmatch(r"[\w-]+", role)]:
+        allowed = "a role has letters, digits, - and _ only (solver, not solver:code or solver/0)"
+        raise ValueError(f"{setting} has {invalid[0]!r}, but {allowed}")
 
 
 class LoraConfig(Section):
@@ -27,9 +35,7 @@ class LoraConfig(Section):
     def _roles_are_names(self) -> Self:
         if twice := [role for role, count in Counter(self.roles).items() if count > 1]:
             raise ValueError(f"model.lora.roles has {twice[0]!r} twice")
-        if invalid := [role for role in self.roles if not re.fullmatch(r"[\w-]+", role)]:
-            allowed = "a role has letters, digits, - and _ only (solver, not solver:code or solver/0)"
-            raise ValueError(f"model.lora.roles has {invalid[0]!r}, but {allowed}")
+        check_role_names("model.lora.roles", self.roles)
         return self
 
 
@@ -80,7 +86,21 @@ class ModelConfig(Section):
     """With bfloat16 weights, let the optimizer update a float32 copy; otherwise small updates are lost to rounding."""
     activation_checkpointing: bool = False
     """Recompute activations in the backward pass: less memory for a third more compute."""
+    roles: dict[str, str] = Field({})
+    """Checkpoint folders or names of separate models by role of agents, each with its own engine and optimizer; all
+    other roles share the policy."""
+    frozen_roles: list[str] = Field([])
+    """Roles of model.roles whose models sample and are not trained."""
     init: ModelInitConfig = ModelInitConfig()
+
+    @model_validator(mode="after")
+    def _roles_are_names(self) -> Self:
+        check_role_names("model.roles", list(self.roles))
+        if self.roles and self.lora is not None:
+            raise ValueError("model.roles (separate models) and model.lora (adapters) are mutually exclusive")
+        if unknown := [role for role in self.frozen_roles if role not in self.roles]:
+            raise ValueError(f"model.frozen_roles has {unknown[0]!r}, which is not in model.roles")
+        return self
 
     @model_validator(mode="after")
     def _one_origin(self) -> Self:

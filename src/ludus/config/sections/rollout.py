@@ -245,14 +245,20 @@ class SubagentsConfig(Section):
 class NotesConfig(Section):
     """Notes: the tools `note_write`, `note_read` and `note_search`."""
 
-    scope: Literal["none", "episode", "task"] = "none"
+    scope: Literal["none", "episode", "task", "run"] = "none"
     """`episode`: notes are lost at its end. `task`: training episodes start with the notes that episodes of the same
-    task wrote in earlier steps; for training.mode sync. Episodes of evaluations start without notes."""
+    task wrote in earlier steps; for training.mode sync. `run`: with those of all tasks. Episodes of evaluations start
+    without notes."""
     max_notes: int = Field(32, ge=1)
-    """Maximum number of notes; with scope `task`, the oldest are dropped after a step, in an episode a new one is a
-    tool error."""
+    """Maximum number of notes; with the scopes `task` and `run`, the oldest are dropped after a step, in an episode a
+    new one is a tool error."""
     max_chars: int = Field(2000, ge=1)
     """Maximum characters of a note."""
+
+    @property
+    def persists(self) -> bool:
+        """Whether later episodes start with them."""
+        return self.scope in ("task", "run")
 
 
 class SamplingSection(Section):

@@ -21,10 +21,12 @@ from ludus.config.schema import Config
 from ludus.config.sections.exploration import ExplorationConfig
 from ludus.diagnostics.history import MetricsHistory
 from ludus.diagnostics.trackers import Tracker, make_tracker, read_metrics
+from ludus.engines.base import ROLE_ADAPTER, Engine
 from ludus.engines.models.fingerprint import fingerprint_adapted
 from ludus.engines.models.loading import load_model, load_tokenizer
 from ludus.engines.models.lora import use_adapter
 from ludus.engines.models.vision import image_tokens
+from ludus.engines.role_engines import RoleEngines
 from ludus.errors import ConfigError, UserError
 from ludus.judges.client import JUDGE_FILE
 from ludus.rollouts.ledger import Ledger
@@ -49,6 +51,7 @@ from ludus.training.learner.learner import Learner, LearnerSettings
 from ludus.training.learner.logprobs import LogprobScorer, TokenScorer
 from ludus.training.learner.moe_routing_replay import RoutingReplay
 from ludus.training.learner.optimizer import Optimizer, OptimizerSettings
+from ludus.training.learner.role_learners import RoleLearners, read_counted
 from ludus.training.learner.token_values import TokenValues
 from ludus.training.rl.async_trainer import TOO_LATE, AsyncTrainer
 from ludus.training.rl.memory_check import check_memory
@@ -177,7 +180,7 @@ def build_trainer(
     if ranks.world_size > 1:  # before the weights are sharded
         engine = engine or make_engine(session)
     with ranks.call_on_ranks("start", config, folder.path, path):
-        parts = make_parts(session, algorithm, ranks, path)
+        parts = with_role_learners(make_parts(session, algorithm, ranks, path), session, path)
     stored = parts.stored
     if stored is not None:
         check_reference_digests(stored.reference_digests, parts.reference_digests, session)
@@ -211,7 +214,7 @@ def build_trainer(
         train_step=step,
         refresh=make_refresh(session, reward_mixer, path),
         reference_digests=parts.reference_digests,
-        weight_sync=WeightSync.of(config, session.model, engine, probe, ranks),
+        weight_sync=make_weight_sync(session, engine, probe, ranks),
         trackers=make_trackers(config, folder, done),
         reporter=reporter,
         history=MetricsHistory(row.metrics for row in read_metrics(folder.metrics)) if done else MetricsHistory(),
@@ -237,8 +240,9 @@ def make_opponents(session: TrainingSession, folder: RunFolder) -> OpponentPool 
 
 def make_notes(config: Config, folder: RunFolder, done: int) -> TaskNotes | None:
     """Return the notes of the steps up to `done` if they persist over episodes."""
-    settings = config.rollout.notes
-    return TaskNotes.load(folder.path / NOTES_FILE, settings.max_notes, done) if settings.scope == "task" else None
+    path, settings = folder.path / NOTES_FILE, config.rollout.notes
+    shared = settings.scope == "run"
+    return TaskNotes.load(path, settings.max_notes, done, shared=shared) if settings.persists else None
 
 
 def make_explorer(session: TrainingSession) -> Explorer | None:
@@ -300,6 +304,37 @@ def make_parts(
     routing = RoutingReplay.of(model) if replay else None
     scorer = LogprobScorer(model, temperature, config.model.activation_checkpointing, routing)
     return LearnerParts(Learner(scorer, optimizer, algorithm, settings, scorers, ranks), value_model, stored, digests)
+
+
+def with_role_learners(parts: LearnerParts, session: TrainingSession, resumed: Path | None) -> LearnerParts:
+    """Return the parts with a learner for each separate model of a role, restored from a checkpoint."""
+    if not session.role_models:
+        return parts
+    shared, learners, digests = parts.learner, dict[str, Learner](), dict(parts.reference_digests)
+    for policy, model in session.role_models.items():
+        own = make_parts(replace(session, model=model), shared.algorithm, shared.ranks, None)
+        digests |= {f"{name} of {policy}": digest for name, digest in own.reference_digests.items()}
+        learners[policy] = own.learner
+        if resumed is not None:
+            load_weights(resumed / policy, model)
+            own.learner.optimizer.load_state_dict(*read_counted(load_part(resumed, policy)))
+    trained = (shared.scorer, shared.optimizer, shared.algorithm, shared.settings, shared.scorers, shared.ranks)
+    frozen = {f"{ROLE_ADAPTER}{role}" for role in session.config.model.frozen_roles}
+    return replace(parts, learner=RoleLearners(*trained, learners, frozen), reference_digests=digests)
+
+
+def make_weight_sync(
+    session: TrainingSession, engine: Engine, probe: tuple[int, ...], ranks: Collectives
+) -> WeightSync:
+    """Return the publication of the weights to the engine, and of separate models of roles to theirs."""
+    sync = WeightSync.of(session.config, session.model, engine, probe, ranks)
+    if not isinstance(engine, RoleEngines):
+        return sync
+    engines = engine.by_policy
+    others = [
+        WeightSync.of(session.config, model, engines[policy], probe) for policy, model in session.role_models.items()
+    ]
+    return replace(sync, others=tuple(others))
 
 
 def make_trackers(config: Config, folder: RunFolder, done: int) -> list[Tracker]:
@@ -383,12 +418,15 @@ def reference_digests(session: TrainingSession, scorers: Mapping[str, TokenScore
 
 def check_reference_digests(stored: Mapping[str, str], now: Mapping[str, str], session: TrainingSession) -> None:
     """Raise UserError if a model differs from the checkpoint's digest, as far as it has one."""
-    start, teacher = f"model that the run started with ({session.source})", f"teacher ({session.config.teacher.path})"
+    texts = {
+        "start": f"model that the run started with ({session.source})",
+        "teacher": f"teacher ({session.config.teacher.path})",
+    }
     for name, digest in now.items():
         before = stored.get(name, digest)
         if before != digest:
             raise UserError(
-                f"The {start if name == 'start' else teacher} has changed: the digest of its weights is {digest[:12]}, "
+                f"The {texts.get(name, f'model {name}')} has changed: the digest of its weights is {digest[:12]}, "
                 f"and was {before[:12]} when the checkpoint was written.",
                 "Restore them, or start a new run.",
             )

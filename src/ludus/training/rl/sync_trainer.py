@@ -48,6 +48,7 @@ from ludus.training.collection.rollout_collector import CollectorState, EpisodeR
 from ludus.training.credit.advantages import TrainingSample, equal_groups
 from ludus.training.credit.roles import is_demonstrated
 from ludus.training.learner.ema_teacher import ema_state
+from ludus.training.learner.role_learners import RoleLearners
 from ludus.training.rl.sample_metrics import conflict_share, count_untrained, starved_metrics
 from ludus.training.rl.train_step import ComputeDispatch, LearnerThread, TrainStep, cancel_and_wait, run_inline
 from ludus.training.rl.weight_sync import WeightSync
@@ -399,10 +400,14 @@ class SyncTrainer(EvaluatedTrainer):
 
     def save(self, state: TrainerState, files: Mapping[str, str]) -> None:
         session, checkpoints, optimizer = self.session, self.folder.checkpoints, self.train_step.learner.optimizer
-        parts = checkpoint_parts(self.train_step.value_model) | ema_state(self.train_step.learner.scorers)
+        learner = self.train_step.learner
+        parts = checkpoint_parts(self.train_step.value_model) | ema_state(learner.scorers)
+        if isinstance(learner, RoleLearners):
+            parts |= learner.checkpoint_parts()
         if self.refresh is not None:
             parts, files = parts | self.refresh.parts(), {**files, REFRESH_FILE: self.refresh.text()}
-        save_checkpoint(checkpoints, session.model, session.tokenizer, optimizer, state, Extra(parts, files))
+        extra = Extra(parts, files, session.role_models)
+        save_checkpoint(checkpoints, session.model, session.tokenizer, optimizer, state, extra)
         prune(checkpoints, session.config.training.keep_checkpoints)
         log.info("saved checkpoint of step %d", state.step)
 

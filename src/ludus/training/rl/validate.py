@@ -36,11 +36,11 @@ from ludus.training.collection.rollout_collector import max_waits_of
 from ludus.training.collection.task_categories import check_curriculum
 from ludus.training.credit.roles import ROLE, is_proposer
 from ludus.training.datasets.token_limits import check_prompts
+from ludus.training.rl.role_checks import check_role_policies
 from ludus.training.rl.sync_trainer import task_order
 from ludus.training.run.preflight import check_plugins
 from ludus.training.run.session import TrainingSession, open_session
 from ludus.training.value_models.factory import warmup_steps
-from ludus.types import POLICY
 
 NO_PROGRESS = AuditProgress()
 
@@ -99,7 +99,7 @@ def check_settings(config: Config, world: World) -> None:
     check_agents(config, world)
     check_notes(config, world)
     check_opponents(config, world)
-    check_role_adapters(config, algorithm, world)
+    check_role_policies(config, algorithm, world)
     check_engine(config)
     check_evaluation(config, world)
     task_order(config, world)
@@ -346,7 +346,7 @@ def check_notes(config: Config, world: World) -> None:
         "rollout.agent": rollout.agent.is_set or world.needs_server,
         f"env.rendering = '{config.env.rendering}'": config.env.rendering != "chat",
     }
-    if rollout.notes.scope == "task":
+    if rollout.notes.persists:
         cases |= {
             f"training.mode = '{config.training.mode}'": config.training.mode != "sync",
             "rollout.partial": rollout.partial.is_set,
@@ -392,31 +392,6 @@ def check_opponents(config: Config, world: World) -> None:
         "training.mode": config.training.mode != "sync",
     }
     reject_combination("rollout.opponents cannot be combined with {}.", cases)
-
-
-def check_role_adapters(config: Config, algorithm: Algorithm, world: World) -> None:
-    """Raise ConfigError if `model.lora.roles` names a role that no agent has, or a setting does not support it."""
-    roles = config.model.lora.roles if config.model.lora is not None else []
-    if not roles:
-        return
-    models = (Need.CRITIC, Need.OUTCOME_CRITIC, Need.PROCESS_REWARD_MODEL)
-    cases = {
-        "engine.url": config.engine.is_external,
-        "engine.plugin": config.engine.plugin is not None,
-        "cluster.enabled": config.cluster.enabled,
-        "training.learner.shard": config.training.learner.shard,
-        "training.learner.replay_routing": config.training.learner.replay_routing,
-        "staleness.replay.sources": bool(config.staleness.replay.sources),
-        f"algorithm.loss = {algorithm.loss!r}": algorithm.loss_spec.has(Need.DEMONSTRATIONS),
-        f"algorithm.advantage = {algorithm.advantage!r}": any(map(algorithm.advantage_spec.has, models)),
-    }
-    reject_combination("model.lora.roles cannot be combined with {}.", cases)
-    named = [*world.roles, *(["sub"] if config.rollout.subagents.max_depth else []), POLICY]
-    known = list(dict.fromkeys(role.partition(":")[0] for role in named))
-    unknown = [role for role in roles if role not in known]
-    if unknown and (world.roles or not (world.runs_agents or config.rollout.agent.is_set)):
-        text = f"model.lora.roles names {unknown[0]!r}, which is not a role of the world {world.name!r}."
-        raise ConfigError(text, f"{did_you_mean(unknown[0], known)}Roles: {', '.join(known)}.")
 
 
 def config_warnings(config: Config) -> list[str]:

@@ -68,6 +68,8 @@ class WeightSync:
     tolerance: float = _TOLERANCE
     deadline_s: float = 300.0
     ranks: Collectives = ONE_PROCESS
+    others: tuple[WeightSync, ...] = ()
+    """Those of separate models of roles, which `publish` includes."""
 
     @classmethod
     def of(
@@ -86,7 +88,8 @@ class WeightSync:
         """Send the weights as `version` and check them; they must not change meanwhile. Return the gap on the probe."""
         weights = self._gathered()
         result = await self._transfer(version, self._trainable(weights))
-        return self._expected(version, weights).compare(*result)
+        gap = self._expected(version, weights).compare(*result)
+        return max([gap, *[await one.publish(version) for one in self.others]])
 
     async def copy_weights(self, version: int, dispatch: ComputeDispatch) -> tuple[Expected, Mapping[str, Tensor]]:
         """Return the expected check and a copy of the weights as `version`, for `send_copy`; computed with `dispatch`.

@@ -175,10 +175,11 @@ class TrainerState:
 
 @dataclass(frozen=True, slots=True)
 class Extra:
-    """Additional checkpoint contents by name: tensors of value models, and text files."""
+    """Additional checkpoint contents by name: tensors of value models, text files, and models of roles."""
 
     parts: Mapping[str, Mapping[str, torch.Tensor]] = field(default_factory=dict)
     files: Mapping[str, str] = field(default_factory=dict)
+    models: Mapping[str, PreTrainedModel] = field(default_factory=dict)
 
 
 def checkpoint_path(checkpoints: Path, step: int) -> Path:
@@ -212,6 +213,8 @@ def save_checkpoint(
             _save_tensors(trainer / "optimizer.safetensors", optimizer.state_dict())
             for name, tensors in extra.parts.items():
                 _save_tensors(trainer / f"{name}.safetensors", tensors)
+        for name, other in extra.models.items():
+            save_model(other, tokenizer, temporary / name)
         for name, text in extra.files.items():
             (trainer / name).write_text(text, "utf-8")
         (trainer / "state.json").write_text(json.dumps(asdict(state), indent=1) + "\n", "utf-8")

@@ -40,8 +40,9 @@ def check_new_run(config: Config, kind: StageKind) -> None:
     check_new(config)
     if kind == "rl":
         algorithm_of(config)
-    elif config.model.lora is not None and config.model.lora.roles:
-        raise UserError("model.lora.roles needs agents, which only `ludus train` trains.", "Unset it.")
+    elif config.model.roles or (config.model.lora is not None and config.model.lora.roles):
+        setting = "model.roles" if config.model.roles else "model.lora.roles"
+        raise UserError(f"{setting} needs agents, which only `ludus train` trains.", "Unset it.")
     check_extras(config)
     check_sources(config, kind)
     if config.rollout.agent.token_file is not None:

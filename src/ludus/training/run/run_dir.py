@@ -8,7 +8,7 @@ metrics.jsonl          one line per step; identical in a repeated run
 timings.jsonl          seconds and rates; they differ between runs
 alarms.jsonl           one line per alarm when it begins: step, name, action, cause, evidence, remedy
 rollouts/              step-000001.jsonl.gz, one trajectory per line
-notes.jsonl            the notes of a task after each step that changed them (rollout.notes.scope = "task")
+notes.jsonl            the notes of a task, or of all, after each step that changed them (rollout.notes)
 judge.jsonl            replies of LLM judges, the cache of a resumed run, and the number of failures (rewards.judge)
 opponents/             step-000010.safetensors, trained weights of past versions (rollout.opponents)
 evaluations/           step-000010-test-greedy.json and its rollouts

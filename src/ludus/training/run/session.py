@@ -7,8 +7,8 @@ import functools
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -16,6 +16,7 @@ import torch
 
 from ludus.chat.render import Renderer, TemplateRenderer
 from ludus.chat.tags import PROTOCOLS, TagsRenderer
+from ludus.config.paths import check_model_folder
 from ludus.config.schema import Config
 from ludus.config.sections.model import LoraConfig
 from ludus.config.sections.rollout import EngineConfig, EnvConfig, RolloutConfig
@@ -28,6 +29,7 @@ from ludus.engines.models.lora import FACTOR
 from ludus.engines.models.vision import image_tokens, other_layers
 from ludus.engines.remote.engine import ServerEngine
 from ludus.engines.remote.http_client import RemoteEngineSettings, ServerUnreachable, serve_command
+from ludus.engines.role_engines import RoleEngines
 from ludus.envs.base import World
 from ludus.envs.registry import build_world
 from ludus.errors import EngineError, UserError
@@ -61,6 +63,8 @@ class TrainingSession:
     renderer: Renderer
     source: str = ""
     """Folder or name of model and tokenizer."""
+    role_models: Mapping[str, PreTrainedModel] = field(default_factory=dict)
+    """The separate models of roles (`model.roles`) by `Segment.policy`."""
 
     @functools.cached_property
     def scoring(self) -> ProcessRewardExecutor:
@@ -107,7 +111,25 @@ def open_session(config: Config, weights: Path | None = None, world: World | Non
     check_rows(path, len(tokenizer), model.get_input_embeddings().weight.shape[0])
     if config.model.lora is not None:
         model = add_lora(model, config.model.lora)
-    return TrainingSession(config, world, model, tokenizer, make_renderer(config.env, tokenizer, model), path)
+    others = load_role_models(config, tokenizer, weights)
+    return TrainingSession(config, world, model, tokenizer, make_renderer(config.env, tokenizer, model), path, others)
+
+
+def load_role_models(
+    config: Config, tokenizer: PreTrainedTokenizerBase, checkpoint: Path | None
+) -> dict[str, PreTrainedModel]:
+    """Return the models of `model.roles` by policy: of the checkpoint, if it has them. Raises UserError."""
+    models = {}
+    for role, path in config.model.roles.items():
+        policy = ROLE_ADAPTER + role
+        if checkpoint is not None and (checkpoint / policy).is_dir():
+            path = str(checkpoint / policy)
+        check_model_folder(path)
+        if load_tokenizer(path, needs_template=False).get_vocab() != tokenizer.get_vocab():
+            hint = "Use a model with the policy's tokenizer, or one run for each model (examples/two_models.py)."
+            raise UserError(f"The model {path} of model.roles.{role} has a different vocabulary from the policy.", hint)
+        models[policy] = load_model(path, config.model.dtype, config.model.device)
+    return models
 
 
 def session_scheduler(
@@ -134,7 +156,9 @@ def make_engine(session: TrainingSession) -> Engine:
         check_result(f"engine.plugin = {name}", engine, Engine)
         return engine
     if not session.config.engine.is_external:
-        return local_engine(session)
+        others = session.role_models.items()
+        engines = {policy: local_engine(replace(session, model=model)) for policy, model in others}
+        return RoleEngines(local_engine(session), engines) if engines else local_engine(session)
     try:
         return server_engine(session.config)
     except ServerUnreachable as error:

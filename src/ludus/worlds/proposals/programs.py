@@ -84,12 +84,11 @@ class Problem:
         return "\n".join([self.program, *(f"{_INPUT} {text_of(one)}" for one in self.inputs)])
 
 
-def proposer_prompt(kind: Kind, num_inputs: int, references: Sequence[Problem]) -> tuple[Message, ...]:
-    """Return the messages for a proposer."""
+def proposer_prompt(kind: str, num_inputs: int, references: Sequence[str]) -> tuple[Message, ...]:
+    """Return the messages for a proposer, with the proposals that the new one must differ from."""
     prompts = _content().prompts
     what = prompts["one_input"] if kind != "induction" else prompts["more_inputs"].format(num=num_inputs)
-    shown = "\n\n".join(one.proposal for one in references)
-    text = prompts["propose"].format(what=what, kind=kind, references=shown)
+    text = prompts["propose"].format(what=what, kind=kind, references="\n\n".join(references))
     return (Message(role="user", content=text),)
 
 

@@ -9,7 +9,8 @@ As in the papers: rewards, penalties, kinds, 6 references, 8 solvers, 10 inputs,
 - Values are equal if their texts are equal (`1`, `1.0` and `True` differ).
 - A program is deterministic if a second run, with the inputs in the reverse and then in the given order, has the same
   outputs. Imports are forbidden altogether, inputs are different, and outputs have at most `MAX_VALUE` characters.
-- The proposer of induction writes the program, too. References are of the seed programs; proposals are not added.
+- The proposer of induction writes the program, too. References are drawn from the seed programs and, if
+  `rollout.notes.scope` is `run`, the different valid proposals of the kind in earlier steps: their notes.
 - The batch of the repetition penalty is an episode. Solvers are rewarded by execution, not by their majority.
 """
 
@@ -21,6 +22,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
+from hashlib import blake2b
 from itertools import pairwise
 from statistics import fmean
 from typing import Final, Literal, NamedTuple, get_args
@@ -32,6 +34,7 @@ from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import Dialogue, assistant, split_of
 from ludus.rewards.base import Reward
+from ludus.tools.notes import Notes
 from ludus.types import Action, Message, StepResult, Task, Trajectory
 from ludus.worlds.code.grader import LIMITS, CodeGrader, Grading, read_value
 from ludus.worlds.code.guest_runner import encode
@@ -74,7 +77,7 @@ class ProposalsSettings(WorldSettings):
     num_inputs: int = Field(10, ge=2)
     """Number of inputs of an induction task; the solver sees half of them."""
     num_references: int = Field(6, ge=0, le=NUM_SEEDS)
-    """Number of programs in the prompt of a proposer."""
+    """Number of programs in the prompt of a proposer; with rollout.notes.scope run, also of earlier proposals."""
     num_prompts: int = Field(200, ge=1)
     """Number of prompts for proposers of each kind in `train`."""
     num_programs: int = Field(60, ge=1, le=1000)
@@ -117,8 +120,8 @@ class ProposalsEnv(Environment):
 
     rewards: Sequence[Reward] = REWARDS
 
-    def __init__(self, grader: CodeGrader, settings: ProposalsSettings) -> None:
-        self._grader, self._settings = grader, settings
+    def __init__(self, world: ProposalsWorld) -> None:
+        self._world, self._grader, self._settings = world, world.grader, world.settings
 
     async def start(self, task: Task) -> list[Message]:
         return list(task.prompt)
@@ -133,10 +136,14 @@ class ProposalsEnv(Environment):
             policy.agent_rewards[name] = (await self._attempts(policy, {name: problem}))[0].reward
             return
         names = [f"{task.tags['kind']}/{number}" for number in range(self._settings.num_proposals)]
-        sampled = await asyncio.gather(*(policy.chat(task.prompt, agent=f"proposer:{name}") for name in names))
+        prompt = self.prompt_of(task, policy.notes)
+        sampled = await asyncio.gather(*(policy.chat(prompt, agent=f"proposer:{name}") for name in names))
         texts = [message["content"] for message in sampled]
         checked = await asyncio.gather(*(self.validate(task.tags["kind"], text) for text in texts))
         problems = {name: one for name, one in zip(names, checked, strict=True) if isinstance(one, Problem)}
+        proposals = [one.proposal for one in problems.values()]
+        short = [text for text in proposals if len(text) <= policy.notes.max_chars]
+        policy.notes.written |= {_title(task.tags["kind"], text): text for text in short}
         solvers = {
             f"solver:{name}/{number}": problem
             for name, problem in problems.items()
@@ -149,6 +156,12 @@ class ProposalsEnv(Environment):
             own = [one for agent, one in found.items() if agent.startswith(f"solver:{name}/")]
             rewards[f"proposer:{name}"] = self._proposer_reward(result, own, share)
         policy.agent_rewards |= rewards
+
+    def prompt_of(self, task: Task, notes: Notes) -> tuple[Message, ...]:
+        """Return a proposer's prompt, with references from the seeds and the proposals of earlier steps, if any."""
+        kind = task.tags["kind"]
+        past = [text for title, text in notes.earlier.items() if title.startswith(_title(kind))]
+        return self._world.asked(kind, random.Random(f"{task.id}/{len(past)}"), past) if past else task.prompt
 
     def _proposer_reward(self, result: Problem | float, attempts: Sequence[GradedReply], share: float) -> float:
         if self._settings.reward == "uncertainty":
@@ -200,6 +213,11 @@ class ProposalsEnv(Environment):
         return [_output(record) for record in records]
 
 
+def _title(kind: str, text: str = "") -> str:
+    """Return the title of the note of a proposal; without a text, its beginning."""
+    return f"proposal/{kind}/{blake2b(text.encode(), digest_size=8).hexdigest() if text else ''}"
+
+
 def _output(record: Mapping[str, object]) -> str | None:
     try:
         text = repr(read_value(record["value"]))
@@ -221,7 +239,7 @@ class ProposalsWorld(SandboxWorld):
         return split_of(self._task_lists, split, self.name)
 
     def environment(self, task: Task) -> ProposalsEnv:
-        return ProposalsEnv(self.grader, self.settings)
+        return ProposalsEnv(self)
 
     @property
     def runs_agents(self) -> bool:
@@ -255,7 +273,7 @@ class ProposalsWorld(SandboxWorld):
         lists: dict[str, list[Task]] = {split: [] for split in self.splits}
         for number in range(settings.num_prompts):
             for kind in settings.kinds:
-                lists["train"].append(Task(f"train-{kind}-{number}", self._asked(kind, rng), None, {"kind": kind}))
+                lists["train"].append(Task(f"train-{kind}-{number}", self.asked(kind, rng), None, {"kind": kind}))
         for split in self.splits[1:]:
             for number, program in enumerate(self.programs[split]):
                 for kind in settings.kinds:
@@ -263,9 +281,10 @@ class ProposalsWorld(SandboxWorld):
                     lists[split].append(Task(f"{split}-{kind}-{number}", one.prompt, one, {"kind": kind}))
         return lists
 
-    def _asked(self, kind: Kind, rng: random.Random) -> tuple[Message, ...]:
-        seeds = rng.sample(self.programs["train"], self.settings.num_references)
-        return proposer_prompt(kind, self.settings.num_inputs, [_as_kind(one, kind) for one in seeds])
+    def asked(self, kind: str, rng: random.Random, past: Sequence[str] = ()) -> tuple[Message, ...]:
+        """Return the messages for a proposer, with references drawn from the seeds and `past` proposals."""
+        pool = [*(_as_kind(one, kind).proposal for one in self.programs["train"]), *past]
+        return proposer_prompt(kind, self.settings.num_inputs, rng.sample(pool, self.settings.num_references))
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """Yield proposals and solutions of programs that are not held out."""
@@ -277,12 +296,12 @@ class ProposalsWorld(SandboxWorld):
             if one.program in held_out:
                 continue
             if rng.random() < 0.1:
-                yield Dialogue((*self._asked(kind, rng), assistant(one.proposal)), ())
+                yield Dialogue((*self.asked(kind, rng), assistant(one.proposal)), ())
             else:
                 yield Dialogue((*one.prompt, assistant(one.answer)), ())
 
 
-def _as_kind(program: Problem, kind: Kind) -> Problem:
+def _as_kind(program: Problem, kind: str) -> Problem:
     """Return a problem of induction as one of another kind."""
     num = len(program.inputs) if kind == "induction" else 1
     return replace(program, kind=kind, inputs=program.inputs[:num], outputs=program.outputs[:num])
