@@ -14,6 +14,9 @@ task. Each run has one compute thread.
 In `stages`, `more SFT` trains on as many of the world's demonstrations as `grpo` samples episodes.
 `mixed_policy` and `SFT, then grpo` sample as many episodes as `grpo`, and train on one expert dialogue per
 group: inside the group, or before RL.
+
+An arm with `reward_model` trains a reward model with these settings on attempts of the start at training tasks, and
+uses it as `rewards.model`. An arm of the stage `rft` samples the episodes of four RL steps in each of its rounds.
 """
 
 from __future__ import annotations
@@ -62,6 +65,8 @@ class Arm:
     stage: str = "train"
     fine_tunes: bool = False
     """Whether SFT on expert dialogues of training tasks precedes RL."""
+    reward_model: tuple[str, ...] = ()
+    """Settings of the reward model that is trained before RL; empty if there is none."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +115,8 @@ def read_experiment(one: Mapping[str, Any]) -> Experiment:
     arms, before = list[Arm](), tuple[str, ...]()
     for fields in one["arms"]:
         own = words_of(fields.get("settings", {}))
-        arms.append(Arm(**{**fields, "settings": (*before, *own)}))
+        model = words_of(fields.get("reward_model", {}))
+        arms.append(Arm(**{**fields, "settings": (*before, *own), "reward_model": model}))
         before = (*before, *own) if one.get("cumulative") else ()
     rest = {name: value for name, value in one.items() if name not in ("arms", "cumulative", "metrics")}
     return Experiment(**rest, arms=tuple(arms), metrics=tuple(one.get("metrics", ())))
@@ -162,6 +168,24 @@ def experts_of(name: str, folder: Path, count: int) -> Path:
     return path
 
 
+def reward_model_of(name: str, folder: Path, start: tuple[str, ...], words: tuple[str, ...]) -> tuple[str, ...]:
+    """Return the settings that use a reward model of attempts of the start; train it once."""
+    attempts = folder / f"{name}-attempts"
+    model = folder / f"{name}-{hashlib.sha256(json.dumps(words).encode()).hexdigest()[:16]}"
+    common = (games()[name].recipe, "--run.threads", "1", *start)
+    plan = {"splits": ["train"], "tasks": 128, "samples": 8, "temperatures": [1.0]}
+    sampling = words_of({f"evaluation.{key}": value for key, value in plan.items()})
+    data = attempts / "evaluations" / "step-000000-train-t1-x8.jsonl.gz"
+    if not data.is_file():
+        command = [sys.executable, "-m", "ludus", "eval", *common, *sampling, "--out", str(attempts)]
+        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
+    if not (model / "done").is_file():
+        own = ("--run.dir", str(model), "--reward_model.data", str(data), *words)
+        subprocess.run([sys.executable, "-m", "ludus", "reward-model", *common, *own], check=True, stdout=sys.stderr)
+        (model / "done").touch()
+    return ("--rewards.model", str(model))
+
+
 def newest(path: Path) -> tuple[str, ...]:
     """Return the settings that start from the last checkpoint of a run."""
     checkpoint = sorted((path / "checkpoints").glob("step-*"))[-1]
@@ -180,7 +204,7 @@ def train(folder: Path, recipe: str, words: tuple[str, ...], stage: str = "train
         command += [recipe, "--run.dir", str(path), "--run.threads", "1", *words]
     if not (path / "done").is_file():
         subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-        if stage != "train":
+        if stage == "sft":
             evaluate = [sys.executable, "-m", "ludus", "eval", "--run", str(path)]
             subprocess.run(evaluate, check=True, stdout=subprocess.DEVNULL)
         (path / "settings.json").write_text(json.dumps([recipe, *words]))
@@ -191,11 +215,18 @@ def train(folder: Path, recipe: str, words: tuple[str, ...], stage: str = "train
 def last(path: Path, split: str) -> Evaluation:
     """Return the evaluation after training; all runs have one temperature."""
     found = [load_evaluation(file) for file in (path / "evaluations").glob(f"step-*{split}*.json")]
-    return max((one for one in found if one.plan.split == split), key=lambda one: one.plan.step)
+    return max((one for one in found if one.plan.split == split), key=lambda one: (one.plan.step, one.plan.num_tasks))
 
 
 def metric_of(path: Path, name: str) -> float:
-    """Return the mean of a metric over the last five steps of a run that have it; nan if none does."""
+    """Return the mean of a metric over the last five steps of a run that have it; nan if none does.
+
+    `cost/NAME` is a cost per solved task of `test` after training.
+    """
+    if name.startswith("cost/"):
+        cost = last(path, "test").cost
+        found = None if cost is None else cost.per(cost.num_solved)[name.removeprefix("cost/")]
+        return math.nan if found is None else found
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text("utf-8").splitlines()]
     values = [row[name] for row in rows if name in row]
     return fmean(values[-5:]) if values else math.nan
@@ -226,8 +257,12 @@ def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, l
     budgets = {
         "train": ("--training.steps", str(steps), "--run.save_rollouts", "false"),
         "sft": ("--sft.steps", str(steps * game.episodes // game.demonstrations)),
+        "rft": (
+            *("--rft.rounds", str(steps // 4), "--rft.tasks_per_round", str(4 * game.groups)),
+            *("--rft.samples", str(game.episodes // game.groups)),
+        ),
     }
-    sections = {"train": "training", "sft": "sft"}
+    sections = {"train": "training", "sft": "sft", "rft": "rft"}
     num_fine = max(1, steps * game.groups // game.demonstrations)
 
     def one(job: tuple[Arm, str, int]) -> Path:
@@ -239,7 +274,8 @@ def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, l
             shown = ("--sft.data", str(dialogues), "--sft.steps", str(num_fine))
             words = (*start, *FINE_TUNING, *shown, *common, "--run.seed", str(seed))
             begin = (*game.settings, *newest(train(args.folder, game.recipe, words, "sft")))
-        words = (*begin, *budgets[arm.stage], *common, *arm.settings, *own)
+        model = reward_model_of(args.game, args.folder, start, arm.reward_model) if arm.reward_model else ()
+        words = (*begin, *budgets[arm.stage], *common, *arm.settings, *model, *own)
         return train(args.folder, game.recipe, words, arm.stage)
 
     first, *others = args.seeds

@@ -19,7 +19,7 @@ def test_settings_of_every_arm_are_valid_and_different(name):
     one = experiments()[name]
     game, seen = games()[one.game], set()
     for arm in one.arms:
-        config = load_config(game.recipe, [*game.settings, *arm.settings])
+        config = load_config(game.recipe, [*game.settings, *arm.settings, *arm.reward_model])
         seen.add((config.model_dump_json(), arm.stage, arm.fine_tunes))
         episodes = config.training.prompts_per_step * config.algorithm.group_size
         assert arm.stage != "train" or episodes == game.episodes

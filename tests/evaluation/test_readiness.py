@@ -137,6 +137,9 @@ def test_alternatives_report_gain_bounds_hours_and_costs_or_none_if_unknown():
     assert rl.cost == 2 * rl.hours
     # 3 rounds of 64 tasks with 8 attempts, of which a quarter trains; a step of RL trains 96 episodes in 9 s.
     assert rft.hours == pytest.approx(3 * 64 * (8 * 4.5 + 8 / 4 * 9 / 96) / 3600)
+    stepped = alternatives(found, load_config("search", ["--rft.steps", "10"]), 9.0, 2.0, PromptGains())
+    hours = {one.name: one.hours for one in stepped}
+    assert hours["RFT"] == pytest.approx(3 * (64 * 8 * 4.5 + 10 * 16 * 9 / 96) / 3600)
     assert (by_name["few-shot prompt"].gain_low, by_name["few-shot prompt"].gain_high) == (-0.1, 0.2)
     unknown = {one.name: one for one in alternatives(found, config, None, None, PromptGains())}
     assert unknown["RFT"].hours is None

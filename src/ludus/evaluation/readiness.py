@@ -309,7 +309,8 @@ def alternatives(
     num = rl.prompts_per_step * config.algorithm.group_size
     kept = rft.tasks_per_round * min(rft.max_per_task or rft.samples, rft.samples * found.evaluation.rate)
     sampling = {"RFT": hours(rft.rounds * rft.tasks_per_round * rft.samples), "RL": hours(rl.steps * num)}
-    trained = {"RFT": rft.rounds * rft.epochs * kept, "RL": rl.steps * num}
+    examples = rft.epochs * kept if rft.steps is None else rft.steps * rft.batch_size
+    trained = {"RFT": rft.rounds * examples, "RL": rl.steps * num}
 
     def way(name: str, low: float | None, high: float | None, needed_h: float | None, reason: str) -> Alternative:
         cost = None if needed_h is None or price is None else needed_h * price

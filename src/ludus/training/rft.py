@@ -13,6 +13,7 @@ import random
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import islice
 
 from ludus.algorithms.filters import rft as keep_solved
 from ludus.config.schema import Config
@@ -130,9 +131,11 @@ class RftTrainer(EvaluatedTrainer):
         selected = [c.episode.trajectory for c in trained if c.reason != HINDSIGHT]
         weights = [settings.hindsight if c.reason == HINDSIGHT else 1.0 for c in trained]
         rows = [row_of_trajectory(c.episode.trajectory, w) for c, w in zip(trained, weights, strict=True)]
-        orders = [_order(len(rows), self.session.config.run.seed, number, e) for e in range(settings.epochs)]
         size = settings.batch_size
-        batches = [order[i : i + size] for order in orders for i in range(0, len(order), size)]
+        passes = settings.epochs if settings.steps is None else settings.steps  # a pass has at least one step
+        orders = (_order(len(rows), self.session.config.run.seed, number, e) for e in range(passes))
+        found = (order[i : i + size] for order in orders for i in range(0, len(order), size))
+        batches = list(islice(found, settings.steps))
         model = self.session.config.model
         optimizer_settings = OptimizerSettings.from_config(settings, len(batches))
         optimizer = Optimizer(self.session.model, optimizer_settings, master_weights=model.master_weights)

@@ -140,6 +140,34 @@ def test_relabelled_attempts_train_with_their_weight(session, tmp_path):
     assert all(torch.equal(value, start[name]) for name, value in own.model.state_dict().items())
 
 
+def test_steps_of_a_round_are_those_of_the_setting_in_as_many_passes_as_they_take(session):
+    rows = [(task, ["3"]) for task in session.world.tasks("train")[:5]]
+    samples = [TrainingSample(one, RolloutOutcome.TRAINED, "trained") for one in play(session, rows)]
+    start = {name: value.clone() for name, value in session.model.state_dict().items()}
+
+    def learned(rows, **settings):
+        rft = session.config.rft.model_copy(update={"hindsight": 0.0, "batch_size": 2, **settings})
+        changed = replace(session, config=session.config.model_copy(update={"rft": rft}))
+        session.model.load_state_dict(start)
+        _, metrics = RftTrainer(changed, None, None, (), None).learn(1, rows)
+        return metrics["rft/updates"], [value.clone() for value in session.model.state_dict().values()]
+
+    passes = {num: learned(samples, epochs=num) for num in (1, 2)}
+    steps = {num: learned(samples, steps=num) for num in (2, 3, 6)}
+    session.model.load_state_dict(start)
+    assert [passes[1][0], passes[2][0]] == [3, 6]
+    assert [steps[num][0] for num in (2, 3, 6)] == [2, 3, 6]
+    for one, other in ((passes[1], steps[3]), (passes[2], steps[6])):
+        assert all(torch.equal(a, b) for a, b in zip(one[1], other[1], strict=True))
+    assert any(not torch.equal(a, b) for a, b in zip(steps[2][1], steps[3][1], strict=True))
+    assert learned([], steps=4)[0] == 0
+
+
+def test_steps_and_epochs_of_a_round_exclude_each_other():
+    with pytest.raises(ConfigError, match=r"rft.steps and rft.epochs are mutually exclusive"):
+        load_config("guess", ["--rft.steps", "4", "--rft.epochs", "2"])
+
+
 def test_hindsight_needs_a_world_that_defines_it(session):
     with pytest.raises(ConfigError, match=r"rft.hindsight would have no effect"):
         check_rft(session.config, build_world(EnvConfig(name="functions"), session.config.rollout))

@@ -225,6 +225,8 @@ class RftConfig(OptimizerSection):
     define it (docs/use/process_rewards.md); 0 leaves them out."""
     epochs: int = Field(1, ge=1)
     """Passes over the successes of a round."""
+    steps: int | None = Field(None, ge=1)
+    """Optimizer steps of a round, in as many passes as they take; if unset, those of `epochs` passes."""
     batch_size: int = Field(16, ge=1)
     """Dialogues, pairs or attempts per optimizer step."""
     microbatch_tokens: int = Field(16384, ge=1)
@@ -237,3 +239,9 @@ class RftConfig(OptimizerSection):
     """Learning rate schedule after the warm-up, to the end of the round."""
     keep_checkpoints: int = Field(2, ge=1)
     """Number of checkpoints to keep."""
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> Self:
+        if self.steps is not None and self.epochs != 1:
+            raise ValueError("rft.steps and rft.epochs are mutually exclusive: a round has one length")
+        return self
