@@ -115,7 +115,7 @@ async def greedy_tokens_are_those_of_a_plain_forward(case):
 
 
 async def log_probabilities_are_those_of_a_plain_forward(case):
-    prompts = [case.prompt(n, length) for n, length in enumerate((1, 3, 17, 40, 120, 16, 33, 64))]
+    prompts = [case.prompt(n, length) for n, length in enumerate((1, 17, 120, 16, 33))]
     requests = [
         Request(f"e{n}", prompt, SamplingParams(max_new_tokens=10 + n, seed=n)) for n, prompt in enumerate(prompts)
     ]
@@ -306,11 +306,11 @@ async def new_weights_are_proved_and_used(case):
 async def new_weights_drop_no_request(case):
     old, new = case.engine.version + 1, case.engine.version + 2
     await case.engine.load_weights(old, dict(case.model.named_parameters()))
-    asked = [Request(f"f{n}", case.prompt(n), SamplingParams(max_new_tokens=LONG, seed=n)) for n in range(4)]
+    asked = [Request(f"f{n}", case.prompt(n), SamplingParams(max_new_tokens=LONG, seed=n)) for n in range(2)]
     running = await case.under_way(case.engine.generate_batch(asked), 20)
     await case.engine.load_weights(new, dict(case.model.named_parameters()))
     answers = await running
-    assert [len(answer.tokens) for answer in answers] == [LONG] * 4
+    assert [len(answer.tokens) for answer in answers] == [LONG] * 2
     for answer in answers:
         assert sorted(answer.versions) == list(answer.versions)
         assert set(answer.versions) == ({old, new} if case.tells_versions else {old})

@@ -55,17 +55,25 @@ def sample(name, monkeypatch):
     return ludus.rollout("search", 2, samples=2, world=world, model=model, **SETTINGS).rollouts
 
 
+@pytest.fixture(scope="module")
+def sampled():
+    """The rollouts of the examples that were sampled, by name."""
+    return {}
+
+
 @pytest.mark.parametrize("name", EXAMPLES)
-def test_example_agent_continues_one_row(name, monkeypatch):
-    for one in sample(name, monkeypatch):
+def test_example_agent_continues_one_row(name, sampled, monkeypatch):
+    sampled[name] = sample(name, monkeypatch)
+    for one in sampled[name]:
         assert one.stop_reason in (StopReason.ANSWERED, StopReason.AGENT_FAILED)
         assert len(one.rows) == 1
         assert one.num_turns >= 2
 
 
-def test_dialects_sample_the_same_tokens(monkeypatch):
+def test_dialects_sample_the_same_tokens(sampled, monkeypatch):
     names = ("openai_chat", "openai_responses", "anthropic_messages")
-    chat, responses, messages = ([one.segments for one in sample(name, monkeypatch)] for name in names)
+    found = (sampled[name] if name in sampled else sample(name, monkeypatch) for name in names)
+    chat, responses, messages = ([one.segments for one in rollouts] for rollouts in found)
     assert chat == responses == messages
 
 

@@ -494,7 +494,7 @@ def test_hermes_reads_arguments_with_a_tag_and_an_end_of_thinking():
     check("hermes", as_hermes([("f", arguments)], False), "", calls=[("f", arguments)], errors=[])
 
 
-@settings(STABLE, max_examples=200)
+@settings(STABLE, max_examples=70)
 @given(calls_made, st.booleans())
 def test_hermes_parse_round_trips_rendered_calls(calls, ascii_only):
     action = PARSERS["hermes"].parse(as_hermes(calls, ascii_only), turn=0)
@@ -504,7 +504,7 @@ def test_hermes_parse_round_trips_rendered_calls(calls, ascii_only):
     check_invariants(action, turn=0)
 
 
-@settings(STABLE, max_examples=100)
+@settings(STABLE, max_examples=40)
 @given(calls_made)
 def test_llama3_parse_round_trips_rendered_calls(calls):
     text = "; ".join(json.dumps({"name": n, "parameters": a}) for n, a in calls)
@@ -513,7 +513,7 @@ def test_llama3_parse_round_trips_rendered_calls(calls):
     assert not action.errors
 
 
-@settings(STABLE, max_examples=100)
+@settings(STABLE, max_examples=40)
 @given(st.dictionaries(st.from_regex(r"v_[a-z0-9]{1,5}", fullmatch=True), json_values, min_size=1, max_size=3))
 def test_pythonic_parse_round_trips_rendered_arguments(arguments):
     text = f"[f({', '.join(f'{k}={v!r}' for k, v in arguments.items())}), g()]"
@@ -609,7 +609,7 @@ def mutate(text, mutations):
 
 
 @pytest.mark.slow
-@settings(STABLE, max_examples=400)
+@settings(STABLE, max_examples=150)
 @given(mutated)
 def test_no_parser_raises_on_mutated_outputs(case):
     text = mutate(*case)

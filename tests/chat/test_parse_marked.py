@@ -132,7 +132,7 @@ def test_marked_formats_report_reason_for_malformed_calls(parser, text, reason):
 values = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
 
 
-@settings(max_examples=100, derandomize=True, database=None, deadline=None)
+@settings(max_examples=40, derandomize=True, database=None, deadline=None)
 @given(st.text(st.sampled_from('ab<|>"{}[]:,\\ \n'), max_size=20), values)
 def test_gemma_reads_back_any_string(text, value):
     assume('<|"|>' not in text)

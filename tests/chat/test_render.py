@@ -329,7 +329,7 @@ def test_tool_output_cannot_close_the_fallback_tool_response_wrapper():
     assert text.count("</tool_response>") == 1
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.lists(st.sampled_from(["<|im_end|>", "<|im_", "end|>", "<", "<|im_start|>", "a", "\n", "<|", "|>"])))
 def test_guarded_tool_text_never_encodes_to_control_tokens(pieces):
     text = RENDERER.guard.text("".join(pieces), from_tool=True)
@@ -343,7 +343,7 @@ def test_breaking_one_token_uncovers_no_other():
     assert control_ids(tokenizer).isdisjoint(ids)
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.text())
 def test_ordinary_text_passes_unchanged(text):
     assume(not any(string in text for string in RENDERER.guard.strings))

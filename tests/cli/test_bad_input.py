@@ -236,7 +236,7 @@ def test_engine_plugin_error_reports_file_and_line(tmp_path, capsys, monkeypatch
     (package / "entry_points.txt").write_text("[ludus.engines]\nmine = ludus_test_engine:mine\n", "utf-8")
     monkeypatch.syspath_prepend(tmp_path)
     name = "mine" if installed else f"{file}:mine"
-    shown = refused(capsys, "train", "search", *words(tmp_path / "r"), "--engine.plugin", name)
+    shown = refused(capsys, "train", "search", *words(tmp_path / "r", **SMALLEST), "--engine.plugin", name)
     assert f"{file}, line 6: RuntimeError: no GPU is free" in shown
     assert "ludus train --resume" in shown
 

@@ -321,7 +321,7 @@ FREE = st.recursive(
 )
 
 
-@settings(derandomize=True, database=None, deadline=None)
+@settings(max_examples=30, derandomize=True, database=None, deadline=None)
 @given(
     free=st.dictionaries(st.text(st.characters(codec="utf-8")), FREE, max_size=4),
     path=st.none() | st.text(st.characters(codec="utf-8")).map("/{}".format),  # relative ones become absolute

@@ -49,7 +49,7 @@ def test_a_line_is_on_disk_before_the_tracker_is_closed(tmp_path):
 NAMES = st.text(min_size=1, max_size=8).filter(lambda name: name != "step")
 
 
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=20)
 @given(metrics=st.dictionaries(NAMES, st.floats(allow_nan=False), max_size=4), step=st.integers(0, 10**9))
 def test_every_number_reads_back_exactly(tmp_path, metrics, step):
     path = tmp_path / "m.jsonl"

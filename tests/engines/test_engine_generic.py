@@ -126,7 +126,7 @@ def test_states_are_merged_selected_and_copied_by_rows(hybrid):
         assert kept.get_seq_length() == 9
 
 
-@pytest.mark.parametrize("family", ["qwen3", "lfm2"])
+@pytest.mark.parametrize("family", [pytest.param("qwen3", marks=pytest.mark.slow), "lfm2"])
 def test_model_family_results_match_the_documented_table(family):
     report = model_families.examine(family)
     assert list(report.passed.values())[:4] == [True] * 4, report

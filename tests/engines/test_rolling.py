@@ -234,7 +234,7 @@ def versions_of(episode: Episode) -> set[int]:
 PACES = st.builds(StalenessSchedule, st.integers(1, 4), st.integers(0, 5), st.integers(1, 12))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=25, deadline=None)
 @given(
     pace=PACES,
     seed=st.integers(0, 10**6),

@@ -154,7 +154,7 @@ def test_streamed_pieces_carry_the_top_logprobs_of_their_tokens():
     assert sum((piece.top_logprobs for piece in pieces), ()) == whole.top_logprobs
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     st.lists(st.lists(st.sampled_from([-math.inf, -3.0, -2.0, -1.0]), min_size=9, max_size=9), min_size=1, max_size=4),
     st.data(),

@@ -19,7 +19,12 @@ from ludus.worlds.guess.world import make_guess_world
 SECTIONS = {"tasks": r"The tasks?\b", "tools": r"The (tools|functions)\b", "rewards": r"The rewards\b"}
 FEWER = {
     "sql": ["--env.settings.tasks", "60"],
+    "gui": ["--env.settings.num_tasks", "60"],
+    "judging": ["--env.settings.num_tasks", "60"],
+    "proofs": ["--env.settings.num_tasks", "60"],
+    "research": ["--env.settings.num_tasks", "60"],
     "shop": ["--env.settings.num_tasks", "60"],
+    "web": ["--env.settings.num_tasks", "60"],
     "puzzles": ["--env.settings.num_tasks", "60"],
     "service": ["--env.settings.num_tasks", "200", "--env.settings.num_held_out", "60"],
 }

@@ -43,6 +43,19 @@ async def serving(*lines, limits=LIMITS, server=None, **options):
             server.remove(session)
 
 
+@pytest.fixture(scope="module")
+def refusing():
+    """Send a body to a session of one server; return the response."""
+    server = SessionServer()
+
+    async def ask(path, body):
+        async with serving("a", server=server) as (_, client, _):
+            return await client.post(f"/{path}", json=body)
+
+    with asyncio.Runner() as runner:
+        yield lambda path, body: runner.run(ask(path, body))
+
+
 def chat(*messages, **fields):
     return {"model": "m", "messages": list(messages), **fields}
 
@@ -299,12 +312,8 @@ def test_client_that_disconnects_leaves_nothing():
         ("completions", {"prompt": "x", "temperature": 3, "user": "u", "max_tokens": None, "stop": None}, 200, "a"),
     ],
 )
-def test_invalid_requests_name_the_field(path, body, status, text):
-    async def ask():
-        async with serving("a") as (_, client, _):
-            return await client.post(f"/{path}", json=body)
-
-    response = run(ask())
+def test_invalid_requests_name_the_field(path, body, status, text, refusing):
+    response = refusing(path, body)
     assert response.status_code == status
     assert text in response.text
 

@@ -95,11 +95,11 @@ def test_critic_predicts_the_outcome_from_the_state_after_each_action_token():
 
 @pytest.mark.parametrize("make", [process_reward, outcome_critic])
 def test_judge_training_reduces_its_loss_and_leaves_the_policy_unchanged(make):
-    model, rows = tiny_model(), random_rows(12)
+    model, rows = tiny_model(), random_rows(6)
     before = copy.deepcopy(model.state_dict())
     settings = {"beta": 1.0} if make is process_reward else {}
     one = make(model, **settings)
-    reports = [learn(one, rows) for _ in range(25)]
+    reports = [learn(one, rows) for _ in range(16)]
     name = "prime" if make is process_reward else "critic"
     assert reports[-1][f"{name}/loss"] < 0.5 * reports[0][f"{name}/loss"]
     assert reports[-1][f"{name}/accuracy"] > 0.8

@@ -141,15 +141,15 @@ def added(texts):
     return "\n".join(f"--- a/{n}\n+++ b/{n}\n@@ -0,0 +1 @@\n+{text}" for n, text in enumerate(texts))
 
 
-SIGNS = [chr(0x4E00 + n) for n in range(1400)]
+SIGNS = [chr(0x4E00 + n) for n in range(1000)]
 
 
 def test_patches_with_many_short_matches_are_compared_in_time():
     given = "".join("a" + sign for sign in SIGNS)
-    oracle = "".join("aa" + sign for sign in SIGNS[:700])
+    oracle = "".join("aa" + sign for sign in SIGNS[:500])
     begin = time.process_time()
     assert 0 < patch_similarity()(task(Patch(added([oracle]))), episode(added([given]))) < 1
-    assert time.process_time() - begin < 5
+    assert time.process_time() - begin < 2.5
 
 
 def test_invalid_reference_patch_raises_error():
@@ -238,7 +238,7 @@ TRUTHS = {
 }
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=60, deadline=None)
 @given(st.one_of(st.text(), st.lists(st.sampled_from(PIECES), max_size=30).map("".join)))
 def test_verifiers_return_a_bounded_reward_for_any_text(text):
     for verifier, truth in TRUTHS.items():

@@ -234,7 +234,7 @@ WAYS = st.builds(
 )
 
 
-@settings(max_examples=80, deadline=None)
+@settings(max_examples=30, deadline=None)
 @given(
     pace=PACES,
     way=WAYS,

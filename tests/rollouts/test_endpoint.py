@@ -559,7 +559,7 @@ calls = st.lists(st.fixed_dictionaries({"function": functions}, optional={"id": 
 contents = st.none() | st.text(st.characters()) | st.just("half a pair \ud800")
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=60)
 @given(content=contents, given_calls=calls, parser=st.sampled_from([None, *PARSERS.values()]))
 def test_any_model_output_yields_an_action_with_a_valid_history(content, given_calls, parser):
     answer = read_answer(json.dumps(say(content, *given_calls)).encode(), 4, parser)

@@ -527,7 +527,7 @@ MUTATED = cut(call("echo", text='quotes " and { braces }')) | cut(call("echo", t
 
 
 @pytest.mark.slow
-@settings(max_examples=600, **ANYTHING)
+@settings(max_examples=200, **ANYTHING)
 @given(text=WRITTEN | MUTATED)
 def test_arbitrary_text_does_not_make_parser_environment_or_renderer_raise(loop, text):
     tokens = tokenizer().encode(text.encode("utf-8", "replace").decode(), add_special_tokens=False)
@@ -541,7 +541,7 @@ def test_arbitrary_text_does_not_make_parser_environment_or_renderer_raise(loop,
 
 
 @pytest.mark.slow
-@settings(max_examples=350, **ANYTHING)
+@settings(max_examples=120, **ANYTHING)
 @given(turns=st.lists(SAMPLED, min_size=3, max_size=3))
 def test_arbitrary_token_sequences_do_not_make_an_episode_raise(loop, turns):
     script = [Completion(tuple(t), (-1.0,) * len(t), (0,) * len(t), "stop") for t in turns]

@@ -348,7 +348,7 @@ def test_episode_is_dropped_if_its_environment_suppresses_cancellation():
 
 
 @pytest.mark.parametrize("lockstep", [False, True])
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(2))
 def test_ledger_balances_under_random_failures(seed, lockstep):
     source = random.Random(seed)
     where = {number: source.choice(["start", "step", "close"]) for number in range(400)}
@@ -446,7 +446,7 @@ def test_lockstep_batches_do_not_depend_on_tool_latency():
     engine, episodes = lockstep_run(0)
     assert len(engine.batches) > 6
     assert max(map(len, engine.batches)) == 4
-    for seed in range(1, 6):
+    for seed in range(1, 4):
         again, same = lockstep_run(seed)
         assert again.batches == engine.batches
         assert same == episodes

@@ -120,7 +120,7 @@ RECORDS = st.builds(
 
 
 @pytest.mark.slow
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=50)
+@settings(suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow], max_examples=20)
 @given(records=st.lists(RECORDS, max_size=3))
 def test_written_rollouts_read_back_equal(tmp_path, records):
     path = tmp_path / "x.jsonl.gz"

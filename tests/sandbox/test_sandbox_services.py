@@ -110,6 +110,9 @@ def ask(backend, url, program, token="", **given):
 
 
 BOTH = pytest.mark.parametrize(("backend", "answer"), [("sandbox_fusion", fusion), ("piston", piston)])
+FUSION_FIRST = pytest.mark.parametrize(
+    ("backend", "answer"), [("sandbox_fusion", fusion), pytest.param("piston", piston, marks=pytest.mark.slow)]
+)
 
 
 @BOTH
@@ -121,7 +124,7 @@ def test_a_program_reads_files_and_stdin_and_returns_its_streams(backend, answer
         assert ask(backend, url, ["echo", "a b", "$HOME"]).text == "a b $HOME\n"
 
 
-@BOTH
+@FUSION_FIRST
 def test_time_signals_memory_and_long_output_are_reported(backend, answer):
     with service(answer) as url:
         late = ask(backend, url, "while True: pass", limits=Limits(wall_s=0.3))
@@ -208,7 +211,7 @@ def checking(run, wants_fusion):
     return answer
 
 
-@BOTH
+@FUSION_FIRST
 def test_sandbox_check_runs_programs_on_a_service_and_reports_its_limits(backend, answer):
     with service(checking(honest, answer is fusion)) as url:
         said = ludus("sandbox", "check", "--backend", backend, "--url", url)

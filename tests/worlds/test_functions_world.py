@@ -559,14 +559,14 @@ def test_baselines_without_skill(tasks):
 def test_demonstrations_fall_short_and_mend_as_often_as_set():
     def shown(**flaws):
         world = FunctionsWorld(FunctionsSettings(num_tasks=40, **flaws))
-        return list(islice(world.demonstrations(3), 150))
+        return list(islice(world.demonstrations(3), 80))
 
     def refused(dialogue):
         return any(m["content"].startswith("Error") for m in dialogue.messages if m["role"] == "tool")
 
     right = shown(flaw_rate=0.0, correction_rate=0.0)
     assert not any(map(refused, right))
-    assert 0.25 < sum(map(refused, shown(flaw_rate=0.0, correction_rate=0.5))) / 150 < 0.5
+    assert 0.25 < sum(map(refused, shown(flaw_rate=0.0, correction_rate=0.5))) / 80 < 0.5
     calls = [sum(len(m.get("tool_calls", [])) for m in d.messages) for d in right]
     fewer = [sum(len(m.get("tool_calls", [])) for m in d.messages) for d in shown(flaw_rate=1.0, correction_rate=0.0)]
     assert max(fewer) == 1

@@ -286,7 +286,7 @@ def test_html_world_has_the_same_episodes():
 
 def test_the_transcript_of_the_page_is_a_real_episode():
     page = (recipe_folder("gui") / "README.md").read_text("utf-8")
-    world = make_gui_world({"levels": [1, 2]}, ToolLimits())
+    world = make_gui_world({"levels": [1, 2], "num_tasks": 60}, ToolLimits())
     task = next(
         task for task in world.tasks("train") if task.prompt[-1]["content"].replace("\n", "\n           ") in page
     )

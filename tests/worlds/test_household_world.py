@@ -149,11 +149,11 @@ def test_admissible_actions_are_shown_and_valid():
 
 @pytest.mark.parametrize("split", WORLD.splits)
 def test_expert_solves_every_task_within_the_turns_of_the_recipe(split):
-    world = make(num_layouts=200)
-    for task in world.tasks(split):
+    world = make(num_layouts=100)
+    for number, task in enumerate(world.tasks(split)):
         said = acts(world.expert(task).messages)
         assert len(said) <= ROLLOUT.max_turns - 5
-        if task in world.tasks(split)[:40]:
+        if number < 15:
             results, rewards = played(world, task, said)
             assert (results[-1].done, rewards["success"], rewards["valid_actions"]) == (True, 1, 1)
             assert rewards["coverage"] == 1

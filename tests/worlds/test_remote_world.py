@@ -268,10 +268,15 @@ def test_a_request_is_repeated_by_its_number_and_hostile_requests_are_refused(tm
 
 
 def test_without_a_token_requests_of_web_pages_are_refused():
-    with served("guess") as (url, _):
-        assert post(url, "/v1/world", {}).status_code == 200
-        assert post(url, "/v1/world", {}, host="evil.example").status_code == 401
-        assert httpx.post(f"{url}/v1/world", content="{}", headers={"content-type": "text/plain"}).status_code == 401
+    app = make_app(local("guess"), EnvServerSettings())
+
+    async def statuses():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://127.0.0.1") as client:
+            plain = {"content": "{}", "headers": {"content-type": "text/plain"}}
+            asked = ({"json": {}}, {"json": {}, "headers": {"host": "evil.example"}}, plain)
+            return [(await client.post("/v1/world", **each)).status_code for each in asked]
+
+    assert asyncio.run(statuses()) == [200, 401, 401]
 
 
 def test_episodes_are_bounded_in_number_and_idle_time():

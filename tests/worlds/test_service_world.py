@@ -95,7 +95,7 @@ def test_domain_has_a_dozen_tools_a_short_policy_and_every_request(name):
 
 @pytest.mark.parametrize("split", WORLD.splits)
 def test_expert_solves_every_task_without_violation(split):
-    for task in WORLD.tasks(split)[:150]:
+    for task in WORLD.tasks(split)[:150:4]:
         found = play(task, WORLD.expert(task).messages)
         assert found.rewards == {"solved": 1.0} | dict.fromkeys(list(found.rewards)[1:], 0.0)
         assert found.stop_reason is StopReason.ANSWERED

@@ -152,7 +152,7 @@ OTHERS = {
     "proposals": "several agents act",
     "swe": "test_swe_world.py, on a package of its own",
 }
-NUM_TASKS = 4
+NUM_TASKS = 2
 
 
 def test_every_world_is_listed_with_or_without_experts():
@@ -178,7 +178,9 @@ def spread(tasks):
     return tasks[: NUM_TASKS // 2] + tasks[-(NUM_TASKS // 2) :]
 
 
-@pytest.mark.parametrize("name", WORLDS_WITH_EXPERTS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "terminal" else []) for name in WORLDS_WITH_EXPERTS]
+)
 def test_expert_trajectory_equals_the_oracle_episode(session, name):
     own = of_world(session, name, WORLDS_WITH_EXPERTS[name])
     tasks = spread(own.world.tasks("train"))

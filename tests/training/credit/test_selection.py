@@ -255,7 +255,9 @@ def test_fully_truncated_group_does_not_affect_the_gradient(name):
     assert largest_difference(unfiltered, uncut) == 0
 
 
-@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if i % 3 else []) for i, name in enumerate(PRESETS)]
+)
 def test_step_with_only_truncated_samples_leaves_weights_unchanged(name):
     algorithm = replace(PRESETS[name], overlong_mask=True, filter_zero_variance=False)
     members = cut_off(group((1.0, 0.0, 1.0, 0.0, 0.0), "t0"))

@@ -138,7 +138,9 @@ def test_routing_replay_with_unchanged_weights_has_ratio_one(kind):
     assert largest_difference(expected, gradients(model)) < 1e-10
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", ["normalised", "mixtral", *(pytest.param(name, marks=pytest.mark.slow) for name in ("plain", "padded"))]
+)
 def test_recorded_experts_are_replayed_after_an_update(kind):
     model, rows = KINDS[kind](), rows_with_prefixes()
     one, taken = replaying(model), watched(model)

@@ -205,9 +205,11 @@ def step_of(model, pairs, settings, running=None):
     return preference_step(LogprobScorer(model), optimizer, pairs, settings, running or RunningMean())
 
 
-@pytest.mark.parametrize("loss", ["dpo", "simpo", "ipo", "kto"])
+@pytest.mark.parametrize(
+    "loss", ["dpo", "kto", *(pytest.param(name, marks=pytest.mark.slow) for name in ("simpo", "ipo"))]
+)
 def test_step_loss_is_independent_of_microbatches(session, source, loss):
-    pairs = pairs_of_rollouts(sorted((source / "rollouts").glob("*.gz")), 0.0, 320)
+    pairs = pairs_of_rollouts(sorted((source / "rollouts").glob("*.gz")), 0.0, 320)[:5]
     pairs = with_reference(with_mismatched(pairs, 320), LogprobScorer(session.model), 4096)
     beta = 0.3
     whole, cut = (

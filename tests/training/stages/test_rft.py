@@ -36,10 +36,10 @@ WORDS = [word for key, value in TINY.items() for word in (f"--{key}", value)]
 def model(tmp_path_factory) -> Path:
     """A tiny model that solves some tasks of its world."""
     folder = tmp_path_factory.mktemp("model")
-    steps = ("--sft.steps", "150", "--run.dir", folder / "run")
+    steps = ("--sft.steps", "60", "--run.dir", folder / "run")
     said = ludus("sft", make_recipe(folder), "--from-scratch", *steps)
     assert said.code == 0, said
-    return folder / "run" / "checkpoints" / "step-000150"
+    return folder / "run" / "checkpoints" / "step-000060"
 
 
 def train(model: Path, folder: Path, *words: str):
