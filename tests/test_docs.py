@@ -44,7 +44,7 @@ PAGES = sorted(
 )
 LONGER = """algorithm judges library plugins environment learner mixtures quick_start reproducibility
 reward_models rewards behavior async_training cluster planning server stages evaluation several_agents turns
-bring_your_environment tree_search exploration process_rewards agents tools README"""
+bring_your_environment tree_search exploration process_rewards agents tools"""
 LONG = {page for page in PAGES if Path(page).stem in LONGER.split() or "/recipes/" in page}
 """Pages with slow commands, which only `make pages` runs. The other checks cover all pages."""
 FENCE = re.compile(r"^( *)```([^\n`]*)\n(.*?)^\1```$", re.M | re.S)
