@@ -82,7 +82,9 @@ def test_table_shows_tagged_tasks_in_separate_columns(algorithms, monkeypatch):
         "changed": lambda path: algorithms.part(rights[str(path)], TASKS[50:100]),
         "composition": lambda path: rights[str(path)],
     }
-    head, line, plain, more = algorithms.table(found, "grpo", shown).splitlines()
+    head, line, plain, more = algorithms.table(
+        found, "grpo", shown, algorithms.Experiment("", "guess", ())
+    ).splitlines()
     assert head.count("|") == line.count("|") == plain.count("|") == more.count("|") == 10
     cells = [cell.strip() for cell in more.split("|")]
     assert cells[3].startswith("27.5 [")

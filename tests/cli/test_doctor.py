@@ -124,7 +124,7 @@ def test_the_suggested_command_is_a_valid_configuration(before_training):
 
 def test_the_report_is_printed_for_a_world_file_and_a_run(tiny_run):
     said = ludus("doctor", WORLD, "--model", tiny_run, "--tasks", "4", "--attempts", "2", "--rollout.concurrency", "8")
-    for words in ("Success: ", "group size", "prompt tokens", "Verdict: ", "Is RL worth it here?", "tiny_world.toml"):
+    for words in ("Success: ", "group size", "prompt tokens", "Verdict: ", "Is RL worth it here?", "tiny_world.py"):
         assert words in said.out, said
 
 

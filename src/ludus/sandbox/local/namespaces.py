@@ -166,19 +166,19 @@ class Zygote(SupervisorHost):
                 await _readable(self.control.fileno())
                 _, fds, _, _ = socket.recv_fds(self.control, 1, 1)
                 if not fds:
-                    reason = read_errors(self.errors)
-                    hint = _CANNOT_START_HINT if reason.startswith("bwrap:") else ""
-                    raise WorldError(f"A sandbox zygote exited. {reason}".strip(), hint)
+                    raise self._failure("A sandbox zygote exited.")
                 sock = socket.socket(fileno=fds[0])
                 sock.setblocking(False)
                 supervisor = SupervisorSocket(sock)
                 await supervisor.receive(max_body=0)
         except (TimeoutError, OSError) as error:
-            raise WorldError(
-                f"A sandbox zygote failed to start a supervisor: {type(error).__name__}. {read_errors(self.errors)}"
-            ) from error
+            raise self._failure(f"A sandbox zygote failed to start a supervisor: {type(error).__name__}.") from error
         self.runs += 1
         return supervisor
+
+    def _failure(self, text: str) -> WorldError:
+        reason = read_errors(self.errors)
+        return WorldError(f"{text} {reason}".strip(), _CANNOT_START_HINT if reason.startswith("bwrap:") else "")
 
     def prefork(self) -> None:
         with suppress(OSError):
