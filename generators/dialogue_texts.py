@@ -27,13 +27,17 @@ def main() -> None:
     parser.add_argument("recipe")
     parser.add_argument("num", type=int, help="number of dialogues")
     parser.add_argument("path", type=Path)
+    parser.add_argument("--without-prompt", action="store_true", help="leave out system messages and tools")
     args = parser.parse_args()
     config = load_config(args.recipe, [])
     world = build_world(config.env, config.rollout, config.sandbox)
     renderer = TemplateRenderer(load_tokenizer(str(recipe_folder("search") / "cold_start")))
     with args.path.open("w", encoding="utf-8") as file:
         for one in islice(world.demonstrations(SEED), args.num):
-            text = renderer.text(one.messages, one.tools, generate=False)
+            messages, tools = one.messages, one.tools
+            if args.without_prompt:
+                messages, tools = [each for each in messages if each["role"] != "system"], ()
+            text = renderer.text(messages, tools, generate=False)
             file.write(json.dumps({"text": text}) + "\n")
 
 

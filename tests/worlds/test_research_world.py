@@ -25,7 +25,7 @@ from ludus.recipes import recipe_folder
 from ludus.rewards.exact_match import matches
 from ludus.types import Action, Message, ToolCall, ToolStatus
 from ludus.worlds.research.facts import Place, distance_km, load_facts
-from ludus.worlds.research.pages import Web
+from ludus.worlds.research.pages import Web, contains
 from ludus.worlds.research.questions import HELD_OUT, LEVELS, split_of
 from ludus.worlds.research.reports import GATES, TRUE_CITATIONS, TRUE_NUMBERS, leaves, report_score
 from ludus.worlds.research.world import make_research_world, solve
@@ -219,6 +219,23 @@ def test_python_is_offered_with_level_5_only():
     assert not world_of().runs_programs
     assert not REPORTS.runs_programs
     assert world_of(levels=[1]).splits == SPLITS[:3]
+
+
+def test_numbers_of_rows_are_unique_answers_and_need_level_1():
+    world = world_of(labels="numbers", levels=[1], num_tasks=60)
+    for task in all_tasks(world):
+        truth = task.truth
+        fits = re.search(r"fits (.*?)[.?]$", truth.text)[1].split(", ")
+        rows = [line for line in world.web.lines(truth.steps[-1].title) if all(f"{fit}" in line for fit in fits)]
+        assert [row.split()[-1] for row in rows if set(fits) <= set(re.split(r" \| |, |: |- ", row))] == [
+            truth.accepted[0]
+        ]
+        assert not any("[" in line for line in world.web.lines(truth.steps[-1].title))
+        assert not contains(truth.text, truth.accepted[0])
+    found = assert_sound(check_world(world, CheckPlan(num_tasks=10, limits=LIMITS)))
+    assert found == dict.fromkeys(("every candidate", "near miss", "other one"), 0)
+    with pytest.raises(ConfigError, match="numbers"):
+        world_of(labels="numbers", levels=[1, 2])
 
 
 def test_unknown_level_is_a_config_error():

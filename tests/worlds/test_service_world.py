@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import re
 from collections import Counter
 from itertools import islice
 
@@ -127,13 +128,25 @@ def test_flawed_demonstration_fails_and_is_counted(flaw):
             assert found.rewards["violations"] == 0
 
 
-def test_demonstrations_mix_flawless_and_flawed_dialogues_of_training_tasks():
+def test_demonstrations_mix_flawless_and_flawed_dialogues_of_other_databases():
     shown = list(islice(WORLD.demonstrations(0), 60))
     assert [one.messages for one in shown] == [one.messages for one in islice(WORLD.demonstrations(0), 60)]
-    by_prompt = {str(one.prompt): one for one in WORLD.tasks("train")}
-    solved = [play(by_prompt[str(one.messages[:2])], one.messages).rewards["solved"] for one in shown]
+    tasks = list(islice(WORLD.other_tasks(0), 60))
+    solved = [play(task, one.messages).rewards["solved"] for task, one in zip(tasks, shown, strict=True)]
     assert 30 < sum(solved) < 58
+    assert len({one.truth.seed for one in tasks}) > 1
+    assert not {one.truth.seed for one in tasks} & {one.truth.seed for one in WORLD.tasks("train")}
     assert len(shown[0].tools) >= 12
+
+
+def test_short_keys_are_copied_into_the_calls_of_a_smaller_database():
+    world = make_service_world({"digits": 2, "domains": ["telecom"], "levels": [1], "num_tasks": 40}, ToolLimits())
+    for task in world.tasks("test"):
+        dialogue = world.expert(task)
+        assert play(task, dialogue.messages, world).rewards["solved"] == 1
+        keys = re.findall(r"\b[CLBT](\d+)\b", " ".join(one["content"] for one in dialogue.messages))
+        assert all(len(key) == 2 for key in keys)
+    assert len(load_domain("telecom", 0, 2).tables["customers"]) == 45
 
 
 def test_refusal_of_an_allowed_request_and_transfer_are_over_refusals():

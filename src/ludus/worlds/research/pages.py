@@ -49,10 +49,15 @@ def list_title(country: str, kind: str) -> str:
 
 @dataclass(frozen=True)
 class Web:
-    """All pages. `part_chars` is the length of a part, `injected` the fraction of pages with an order to the reader."""
+    """All pages.
+
+    `part_chars` is the length of a part, `injected` the fraction of pages with an order to the reader. `numbered`: rows
+    of the lists of places of a country have numbers in place of links.
+    """
 
     part_chars: int = 240
     injected: float = 0.0
+    numbered: bool = False
 
     @property
     def facts(self) -> Facts:
@@ -132,7 +137,12 @@ class Web:
             return f"- [{one.title}], [{one.country}]"
         latitude, longitude = one.degrees
         given = one._asdict() | {"unit": one.unit, "latitude": latitude, "longitude": longitude}
-        return fill("pages", "row", given, title)
+        row = fill("pages", "row", given, title)
+        return row.replace(f"[{one.title}]", str(self.number(one))) if self.numbered else row
+
+    def number(self, one: Place) -> int:
+        """Return the number of a place in the list of its country."""
+        return 1 + [each.title for each in self.facts.of_country(one.country, one.kind)].index(one.title)
 
     def snippet(self, title: str) -> str:
         """Return the passage of a page in the search index: its title, and what the page is about."""

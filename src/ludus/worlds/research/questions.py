@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import combinations
 from typing import Final, Literal, NamedTuple
 from zlib import crc32
@@ -88,6 +88,12 @@ class Question(ExpectedAnswers):
     def required(self) -> frozenset[str]:
         """The pages that prove the answer: without those of other candidates."""
         return self.pages.difference(self.near_misses if self.shape.asked == "filter" else ())
+
+    def renamed(self, names: Callable[[str], str]) -> Question:
+        """Return the question with other names of the places that answer it and miss it."""
+        near_misses = tuple(map(names, self.near_misses))
+        steps = tuple(step._replace(guess=names(step.guess)) for step in self.steps)
+        return replace(self, accepted=(names(self.accepted[0]),), near_misses=near_misses, steps=steps)
 
 
 class Found(NamedTuple):

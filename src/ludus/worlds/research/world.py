@@ -14,7 +14,7 @@ from functools import cached_property
 from itertools import count, islice
 from typing import Final, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from ludus.envs.base import SandboxWorld
 from ludus.envs.settings import WorldSettings, read_settings
@@ -46,6 +46,9 @@ class ResearchSettings(WorldSettings):
     levels: tuple[Level, ...] = Field((1, 2, 3, 4), min_length=1)
     """Levels of the questions: the number of pages that a solution needs, at most 4; level 5 needs pages and a
     program."""
+    labels: Literal["titles", "numbers"] = "titles"
+    """What names the places in a list and answers a question: titles, or numbers, which a small model learns to copy
+    sooner. Numbers are possible on level 1 only."""
     num_tasks: int = Field(1000, ge=20)
     """Number of training tasks; fewer if there are not as many. The other splits have a share of it."""
     results: int = Field(3, ge=1, le=10)
@@ -64,6 +67,12 @@ class ResearchSettings(WorldSettings):
     """Fraction of the demonstrations that answer with a near miss, or with a report on half of the places."""
     seed: int = 0
     """Seed of the tasks and of the demonstrations."""
+
+    @model_validator(mode="after")
+    def _numbers_are_answers(self) -> ResearchSettings:
+        if self.labels == "numbers" and (self.tasks == "report" or self.levels != (1,)):
+            raise ValueError("labels = 'numbers' needs questions with levels = [1]")
+        return self
 
 
 @dataclass
@@ -87,23 +96,35 @@ class Reader:
         return output
 
     def read(self, step: Step) -> None:
-        """Search for a page that no link leads to, open it, and read until a line has the clues."""
+        """Search for a page that no link leads to, open it, and read until a line has the clues.
+
+        Numbered rows are looked for before the page is opened.
+        """
         title = step.title
         if title not in self.seen:
             self.call(self.search.name, str(self.search.function(title)), {"query": title})
+        if self.web.numbered and self._find(step):
+            return
         if title not in self.pages:
             self.pages[title] = self.call(OPEN, self.web.open(title), {"page": title})
         several = _PARTS.search(self.pages[title].split("\n")[0])
-        for clue in step.clues if several else ():
-            if not self._is_read(step):
-                self.pages[title] += "\n" + self.call(FIND, self.web.find(title, clue), {"page": title, "text": clue})
+        is_read = _shows(self.pages[title], step) or (several is not None and self._find(step))
         for part in range(2, int(several[1]) + 1 if several else 0):
-            if not self._is_read(step):
+            if not is_read:
                 self.pages[title] += "\n" + self.call(OPEN, self.web.open(title, part), {"page": title, "part": part})
+                is_read = _shows(self.pages[title], step)
 
-    def _is_read(self, step: Step) -> bool:
-        lines = self.pages[step.title].split("\n")
-        return bool(step.clues) and any(all(contains(line, clue) for clue in step.clues) for line in lines)
+    def _find(self, step: Step) -> bool:
+        """Find the clues on the page, one after the other; return whether a line with all of them was found."""
+        return any(
+            _shows(self.call(FIND, self.web.find(step.title, clue), {"page": step.title, "text": clue}), step)
+            for clue in step.clues
+        )
+
+
+def _shows(text: str, step: Step) -> bool:
+    """Return whether a line has all clues of a step, if it has any."""
+    return bool(step.clues) and any(all(contains(line, clue) for clue in step.clues) for line in text.split("\n"))
 
 
 def solve(
@@ -193,7 +214,7 @@ class ResearchWorld(SandboxWorld):
     @cached_property
     def web(self) -> Web:
         """The pages."""
-        return Web(self.settings.part_chars, self.settings.injected)
+        return Web(self.settings.part_chars, self.settings.injected, self.settings.labels == "numbers")
 
     @cached_property
     def tools(self) -> tuple[Tool, ...]:
@@ -281,7 +302,12 @@ class ResearchWorld(SandboxWorld):
     def _truths(self, split: str, num: int, seed: str) -> Iterator[Question | ExpectedReport]:
         if self.settings.tasks == "report":
             return reports(self.web.facts, split, num, seed)
-        return questions(self.web.facts, split, shapes_of(split, self.settings.levels), num, seed)
+        found = questions(self.web.facts, split, shapes_of(split, self.settings.levels), num, seed)
+        if not self.web.numbered:
+            return found
+        places = self.web.facts.places
+        named = (one.renamed(lambda title: str(self.web.number(places[title]))) for one in found)
+        return (one for one in named if not contains(one.text, one.accepted[0]))
 
     def _opening(self, truth: Question | ExpectedReport) -> tuple[Message, ...]:
         about = "report" if isinstance(truth, ExpectedReport) else "python" if self.runs_programs else "questions"

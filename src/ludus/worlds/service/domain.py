@@ -17,7 +17,7 @@ import re
 import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from importlib.resources import files
 from itertools import product
 from typing import Literal
@@ -220,15 +220,16 @@ def read_data(name: str) -> str:
     return (files("ludus.worlds.service") / "data" / name).read_text("utf-8")
 
 
-@cache
-def load_domain(name: DomainName, seed: int) -> ServiceDomain:
-    """Return a domain with a database drawn from the seed."""
+@lru_cache(maxsize=64)
+def load_domain(name: DomainName, seed: int, digits: int = 4) -> ServiceDomain:
+    """Return a domain with a database drawn from the seed; fewer `digits` of the keys limit the number of customers."""
     spec = DomainSpec.model_validate(tomllib.loads(read_data(f"{name}.toml")))
     rng = random.Random(f"service/{name}/{seed}")
     tables: dict[str, dict[str, Row]] = {}
     for table, one in spec.tables.items():
-        parents = list(_parents(one, tables))
-        numbers = rng.sample(range(1000, 10000), len(parents))
+        keys = range(10 ** (digits - 1), 10**digits)
+        parents = list(_parents(one, tables, len(keys) // 2))
+        numbers = rng.sample(keys, len(parents))
         tables[table] = {}
         for parent, number in zip(parents, numbers, strict=True):
             key = f"{one.prefix}{number}"
@@ -236,8 +237,11 @@ def load_domain(name: DomainName, seed: int) -> ServiceDomain:
     return ServiceDomain(name, spec, tables)
 
 
-def _parents(spec: TableSpec, tables: Mapping[str, Mapping[str, Row]]) -> Iterator[Row]:
-    """Yield the first fields of each row of a table. Those of the row that it belongs to start with `parent.`."""
+def _parents(spec: TableSpec, tables: Mapping[str, Mapping[str, Row]], most: int) -> Iterator[Row]:
+    """Yield the first fields of each row of a table. Those of the row that it belongs to start with `parent.`.
+
+    A table of `num` rows has at most `most`, half of the keys, since customers have two rows each in other tables.
+    """
     if spec.per:
         for key, row in tables[spec.per].items():
             fields = {f"parent.{name}": value for name, value in row.items()}
@@ -246,7 +250,7 @@ def _parents(spec: TableSpec, tables: Mapping[str, Mapping[str, Row]]) -> Iterat
         for values in product(*(options.split("|") for options in spec.grid.values())):
             yield dict(zip(spec.grid, values, strict=True))
     else:
-        yield from [{}] * spec.num
+        yield from [{}] * min(spec.num, most)
 
 
 def _row(spec: TableSpec, start: Row, tables: Mapping[str, Mapping[str, Row]], rng: random.Random) -> Row:

@@ -59,7 +59,10 @@ class Script:
 
 @dataclass(frozen=True)
 class ServiceTruth:
-    """The truth of a task: the rows `initial` before and `final` after it, as differences from the database."""
+    """The truth of a task: the rows `initial` before and `final` after it, as differences from the database.
+
+    `seed` and `digits` select the database.
+    """
 
     domain: DomainName
     seed: int
@@ -67,6 +70,7 @@ class ServiceTruth:
     initial: Mapping[Place, Row]
     phone: str = ""
     final: Mapping[Place, Row] = field(default_factory=dict)
+    digits: int = 4
 
 
 def report(truth: ServiceTruth, desk: Desk, strict: bool) -> dict[str, float]:

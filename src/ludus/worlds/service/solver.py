@@ -22,7 +22,7 @@ MAX_REFUSALS = 3
 
 def new_desk(truth: ServiceTruth) -> Desk:
     """Return the state of a new episode."""
-    return Desk(load_domain(truth.domain, truth.seed), truth.initial, truth.phone)
+    return Desk(load_domain(truth.domain, truth.seed, truth.digits), truth.initial, truth.phone)
 
 
 def flaws_of(truth: ServiceTruth) -> list[Flaw]:

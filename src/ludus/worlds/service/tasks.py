@@ -87,6 +87,8 @@ class ServiceSettings(WorldSettings):
     """Share of the drawn tasks with two requests."""
     flaw_rate: float = Field(0.3, ge=0, le=1)
     """Share of the demonstrations with a flaw, where one is possible."""
+    digits: Literal[2, 3, 4] = 4
+    """Number of digits of keys; with 2 there are at most 45 customers. A small model learns to copy short keys."""
     seed: int = 0
     """Seed of databases, tasks and demonstrations."""
 
@@ -141,7 +143,7 @@ def make_tasks(plan: ServiceSettings, split: str, num: int) -> Iterator[Task]:
     for number in range(num * _MAX_DRAWS):
         if len(seen) == num:
             return
-        domain = load_domain(plan.domains[(number + len(seen)) % len(plan.domains)], plan.seed)
+        domain = load_domain(plan.domains[(number + len(seen)) % len(plan.domains)], plan.seed, plan.digits)
         task = _draw_task(plan, domain, split, rng, f"{split}-{len(seen)}")
         if task is None or (split != "composition" and int(task.tags["level"]) not in plan.levels):
             continue
@@ -211,7 +213,7 @@ def _draw_truth(plan: ServiceSettings, domain: ServiceDomain, split: str, rng: r
         insists=rng.random() < 0.5,
         patience=plan.patience,
     )
-    return ServiceTruth(domain.name, plan.seed, script, situation.initial, situation.phone)
+    return ServiceTruth(domain.name, plan.seed, script, situation.initial, situation.phone, digits=plan.digits)
 
 
 def _draw_requests(domain: ServiceDomain, split: str, rng: random.Random, pair_rate: float) -> list[RequestSpec]:

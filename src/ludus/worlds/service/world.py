@@ -30,6 +30,9 @@ from ludus.worlds.service.solver import Solver, cheats, flaws_of, new_desk
 from ludus.worlds.service.tasks import ServiceSettings, make_tasks
 from ludus.worlds.service.users import ChatUser, EndpointUser, ScriptedUser, Speaker, User, action_of_message
 
+TASKS_PER_DATABASE = 40
+"""Number of demonstrations with the same database."""
+
 
 @cache
 def _executor(domain: DomainName, limits: ToolLimits) -> ToolExecutor:
@@ -167,13 +170,19 @@ class ServiceWorld(World):
         )
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
-        """Yield dialogues with the scripted user on training tasks, a share of them with a flaw."""
+        """Yield dialogues with the scripted user on tasks of other databases, a share of them with a flaw."""
         rng = random.Random(f"demonstrations:{self.settings.seed}:{seed}")
-        while True:
-            task = rng.choice(self.tasks("train"))
+        for task in self.other_tasks(seed):
             truth = truth_of(task, ServiceTruth)
             flaws = flaws_of(truth) if rng.random() < self.settings.flaw_rate else []
             yield _dialogue(task, Solver(truth, rng.choice(flaws) if flaws else None))
+
+    def other_tasks(self, seed: int) -> Iterator[Task]:
+        """Yield training tasks of other databases: a model learns to copy their keys instead of remembering them."""
+        rng = random.Random(f"databases:{self.settings.seed}:{seed}")
+        while True:
+            plan = self.settings.model_copy(update={"seed": rng.getrandbits(32)})
+            yield from make_tasks(plan, "train", TASKS_PER_DATABASE)
 
     def expert(self, task: Task) -> Dialogue | None:
         """Return the reference dialogue with the scripted user; None for another user."""
