@@ -8,6 +8,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from ludus.engines.embedded import sampler
 from ludus.engines.embedded.sampler import SamplingRules, sample, seed_words, uniforms
 from ludus.types import SamplingParams
 
@@ -75,6 +76,21 @@ def test_sampled_token_does_not_depend_on_other_rows():
     order = [4, 0, 3]
     chosen = sample(logits[order], SamplingRules.of([params[row] for row in order], 30, CPU), 4).tokens
     assert chosen.tolist() == tokens[order].tolist()
+
+
+def test_rows_sampled_in_several_parts_equal_rows_sampled_at_once(monkeypatch):
+    logits = torch.randn(7, 30, generator=torch.Generator().manual_seed(2))
+    params = [SamplingParams(temperature=0.5 * row, seed=row, top_p=0.9, top_logprobs=row % 3) for row in range(7)]
+    rules, steps = SamplingRules.of(params, 30, CPU), np.arange(7, dtype=np.uint64)
+    allowed = torch.rand(7, 30, generator=torch.Generator().manual_seed(3)) < 0.8
+    whole = sample(logits, rules, steps, allowed)
+    monkeypatch.setattr(sampler, "_CPU_LOGITS", 60)
+    parts = sample(logits, rules, steps, allowed)
+    assert torch.equal(parts.tokens, whole.tokens)
+    assert torch.equal(parts.logprobs, whole.logprobs)
+    assert torch.equal(parts.cut_logprobs, whole.cut_logprobs)
+    assert parts.top == whole.top
+    assert [len(top) for top in whole.top] == [row % 3 for row in range(7)]
 
 
 def test_greedy_breaks_ties_by_lowest_id_with_temperature_one_logprobs():

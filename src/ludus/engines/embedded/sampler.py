@@ -11,7 +11,7 @@ import importlib.util
 import math
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import TYPE_CHECKING, Any
 
@@ -119,6 +119,8 @@ _MIX_2 = np.uint64(0x94D049BB133111EB)
 _WORD = (1 << 64) - 1
 _BLOCK = 64
 """Tokens per block in the search for the sampled token."""
+_CPU_LOGITS = 524_288
+"""Logits processed at once on a CPU: they stay in its cache, and their memory is used again."""
 
 
 def _mix(words: NDArray[np.uint64]) -> NDArray[np.uint64]:
@@ -189,6 +191,21 @@ class SamplingRules:
             any_top=any(p.top_logprobs for p in params),
         )
 
+    def rows(self, part: slice) -> SamplingRules:
+        """Return the rules of some rows."""
+        return replace(
+            self,
+            words=self.words[part],
+            temperature=self.temperature[part],
+            top_k=self.top_k[part],
+            top_p=self.top_p[part],
+            min_p=self.min_p[part],
+            greedy=self.greedy[part],
+            cut=self.cut[part],
+            num_top=self.num_top[part],
+            any_top=any(self.num_top[part]),
+        )
+
 
 @dataclass(frozen=True, slots=True)
 class TokenDraw:
@@ -209,6 +226,26 @@ def sample(
     `allowed` `[B, V]` bool is the guide's mask. Log-probabilities are float32 (float64 for float64 logits). A
     greedy row takes the largest logit; ties go to the lowest id.
     """
+    size = max(1, _CPU_LOGITS // logits.shape[1])
+    if logits.device.type != "cpu" or len(logits) <= size:
+        return _sample_rows(logits, rules, steps, allowed)
+    counters = np.broadcast_to(np.asarray(steps, dtype=np.uint64), len(logits))
+    draws = []
+    for first in range(0, len(logits), size):
+        part = slice(first, first + size)
+        mask = None if allowed is None else allowed[part]
+        draws.append(_sample_rows(logits[part], rules.rows(part), counters[part], mask))
+    return TokenDraw(
+        torch.cat([draw.tokens for draw in draws]),
+        torch.cat([draw.logprobs for draw in draws]),
+        torch.cat([draw.cut_logprobs for draw in draws]),
+        [top for draw in draws for top in (draw.top or [()] * len(draw.tokens))] if rules.any_top else (),
+    )
+
+
+def _sample_rows(
+    logits: Tensor, rules: SamplingRules, steps: int | NDArray[np.uint64], allowed: Tensor | None
+) -> TokenDraw:
     logits = logits if logits.dtype == torch.float64 else logits.float()
     tempered = logits / rules.temperature.to(logits.dtype) if rules.any_tempered else logits
     logprobs = torch.log_softmax(tempered, dim=-1)
@@ -267,7 +304,7 @@ def _draw(probs: Tensor, rules: SamplingRules, steps: int | NDArray[np.uint64]) 
     """
     rows, vocabulary = probs.shape
     blocks = torch.nn.functional.pad(probs, (0, -vocabulary % _BLOCK)).view(rows, -1, _BLOCK)
-    sums = blocks.sum(-1, dtype=torch.float64).cumsum(-1)
+    sums = blocks.sum(-1).double().cumsum(-1)
     points = torch.from_numpy(uniforms(rules.words, steps)).to(probs.device)[:, None] * sums[:, -1:]
     chosen = _search(sums, points)
     before = torch.where(chosen > 0, sums.gather(1, (chosen - 1).clamp(min=0)), 0.0)
