@@ -14,9 +14,17 @@ import pytest
 
 from chat_server import Reply, say, serving
 from ludus.cli.arguments import split_settings
-from ludus.cli.commands.doctor import check_libraries, check_server, check_ulimits, locked_versions, measure_embedded
+from ludus.cli.commands.doctor import (
+    check_libraries,
+    check_sandbox,
+    check_server,
+    check_ulimits,
+    locked_versions,
+    measure_embedded,
+)
 from ludus.cli.evaluate.readiness import checked_world, learner_cost, with_examples
 from ludus.config.load import load_config
+from ludus.envs import registry
 from ludus.errors import WorldError
 from ludus.simulator.costs import EngineCost, LearnerCost
 from tests.simulator.test_simulator import write_run
@@ -28,6 +36,17 @@ def test_a_healthy_machine_has_no_fault_and_a_model_that_works():
     assert said.code == 0, said.out
     assert "No faults: ready to train." in said.out
     assert "the shipped model: engine and learner agree to" in said.out
+    assert "sandbox: a program (Python 3" in said.out
+
+
+def test_a_machine_without_sandbox_is_told_what_does_not_work(monkeypatch):
+    async def fail(*_, **__):
+        raise WorldError("bwrap failed.", "Start the container with the option.")
+
+    monkeypatch.setattr(registry, "try_sandbox", fail)
+    finding = check_sandbox()
+    assert finding.state == "note"
+    assert "environments that run programs do not work here: bwrap failed. Start the container" in finding.text
 
 
 def test_what_the_tests_pass_with_is_what_is_installed_here():

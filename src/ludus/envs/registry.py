@@ -145,6 +145,21 @@ def sandbox_settings(config: SandboxConfig) -> SandboxSettings:
     return SandboxSettings(**own, token=token, binds=tuple(config.binds), paths=tuple(config.paths))
 
 
+async def try_sandbox(config: SandboxConfig, *, sessions: bool) -> str:
+    """Run a test program in the sandbox, open a session if `sessions`, and return the version of its Python.
+
+    Raises WorldError if the sandbox is unreachable or fails, UserError if it refuses or lacks something.
+    """
+    sandbox = _sandbox(config)
+    try:
+        version = await python_version(sandbox)
+        if sessions:
+            await (await sandbox.session("shell")).close()
+    finally:
+        await sandbox.close()
+    return version
+
+
 def check_sandbox(config: SandboxConfig, world: World) -> None:
     """Run a test program in the sandbox of a world that needs one, and open a session if its episodes use them.
 
@@ -154,18 +169,8 @@ def check_sandbox(config: SandboxConfig, world: World) -> None:
     if not world.runs_programs:
         return
     worlds = [member.world for member in world.members] if isinstance(world, MixedWorld) else [world]
-
-    async def probe() -> None:
-        sandbox = _sandbox(config)
-        try:
-            await python_version(sandbox)
-            if any(one.implements("episodes_at_once") for one in worlds):
-                await (await sandbox.session("shell")).close()
-        finally:
-            await sandbox.close()
-
     try:
-        asyncio.run(probe())
+        asyncio.run(try_sandbox(config, sessions=any(one.implements("episodes_at_once") for one in worlds)))
     except LudusError as error:
         where = f" --url {config.url}" if config.url else ""
         raise type(error)(

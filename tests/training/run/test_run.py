@@ -12,11 +12,11 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from ludus.cli.main import main
-from ludus.config import load_config
+from ludus.config import Config, load_config
 from ludus.diagnostics.trackers import read_metrics
 from ludus.engines.embedded.scheduler import BatchScheduler
 from ludus.engines.models.loading import load_model
-from ludus.errors import LearnerError, SyncError
+from ludus.errors import LearnerError, SyncError, UserError
 from ludus.evaluation.evaluate import load_evaluation
 from ludus.rollouts.ledger import Ledger, RolloutKey
 from ludus.rollouts.rollout_files import read_rollouts, rollouts_path
@@ -330,3 +330,9 @@ def test_bfloat16_run_passes_its_weight_checks(tmp_path):
     assert 1e-3 < metrics["sync/probe_gap"] < 0.5
     with pytest.raises(SyncError, match="disagree on the probe"):
         run(tmp_path / "strict", model__dtype="bfloat16", training__sync_tolerance="1e-3")
+
+
+def test_without_a_model_the_packaged_one_is_named():
+    with pytest.raises(UserError, match="no cold start is packaged") as caught:
+        model_path(Config.model_validate({"env": {"name": "examples/stock.py"}}))
+    assert Path(caught.value.hint.rpartition(" ")[2], "config.json").is_file()

@@ -143,6 +143,7 @@ def examine(
     yield _hardware()
     yield _threads()
     yield _kernel()
+    yield check_sandbox()
     checks = {"the shipped model": _sample_and_score} | ({"embedded engine": measure_embedded} if speed else {})
     for what, check in checks.items():
         try:
@@ -247,6 +248,20 @@ def _kernel() -> DoctorFinding:
         return DoctorFinding("attention kernel", "fine", "compiled")
     text = "no working C compiler: rollouts take 1.2 to 1.6 times as long; apt-get install gcc"
     return DoctorFinding("attention kernel", "note", text)
+
+
+def check_sandbox() -> DoctorFinding:
+    """Run a program in a sandbox with the default settings; a note if that fails."""
+    from ludus.config.sections.rollout import SandboxConfig
+    from ludus.envs.registry import try_sandbox
+
+    begin = time.perf_counter()
+    try:
+        version = asyncio.run(try_sandbox(SandboxConfig(), sessions=True))
+    except LudusError as error:
+        return DoctorFinding("sandbox", "note", f"environments that run programs do not work here: {error}")
+    seconds = time.perf_counter() - begin
+    return DoctorFinding("sandbox", "fine", f"a program (Python {version}) and a session in {seconds:.1f} s")
 
 
 async def _sample_and_score() -> DoctorFinding:

@@ -24,7 +24,7 @@ from ludus.engines.models import smollm2
 from ludus.envs.registry import FACTORIES
 from ludus.errors import StorageError, UserError, did_you_mean
 from ludus.plugins import find_plugin
-from ludus.recipes import list_recipes
+from ludus.recipes import list_recipes, recipe_folder
 from ludus.training.run.run_dir import check_new
 
 _EMBEDDINGS = ("embed_tokens.weight", "wte.weight", "embed_in.weight", "word_embeddings.weight")
@@ -96,8 +96,9 @@ def model_path(config: Config) -> str:
     if folder is None or not folder.is_dir():
         raise UserError(
             f"model.path is not set, and no cold start is packaged for env.name = {config.env.name!r}.",
-            f"{did_you_mean(config.env.name, FACTORIES)}Set --model.path to a checkpoint or a model name, "
-            "or train one with `ludus sft`.",
+            f"{did_you_mean(config.env.name, FACTORIES)}Set --model.path to a checkpoint or a model name. "
+            "A small model that calls tools is packaged: --model.path "
+            f"{recipe_folder('search') / 'cold_start'}",
         )
     if config.env.rendering != "chat":
         hint = f"Train one with tags: `ludus sft {config.env.name} --env.rendering {config.env.rendering}`."
