@@ -1,6 +1,7 @@
 """Measure how far injections move the values of a judge on wrong attempts, in deviations of repeated values.
 
 python benchmarks/judge_injections.py runs/judging-1 --kind correct
+python benchmarks/judge_injections.py runs/judging-2 --kind correct --run runs/search-1
 python benchmarks/judge_injections.py ~/.cache/ludus/smollm2 --kind score --texts 4
 """
 
@@ -25,8 +26,7 @@ from ludus.judges.grading import Grader
 from ludus.rewards.judge_prompts import JudgedText
 from ludus.training.collection.rewards.judging import load_judge
 from ludus.types import Message, Task
-from ludus.worlds.judging.cases import generated_cases
-from ludus.worlds.judging.world import make_judging_world
+from ludus.worlds.judging.world import JudgingSettings, make_judging_world, read_cases
 
 
 async def measure(args: argparse.Namespace) -> dict[str, object]:
@@ -38,7 +38,7 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
     config = Config(model=ModelConfig(dtype=args.dtype), rewards=RewardsConfig(judge=judge))
     engine = EngineJudge(args.judge, *load_judge(args.judge, config))
     grader = Grader(judge, JudgeClient([engine], limits), make_judging_world({"num_tasks": 8}, ToolLimits()))
-    cases = islice(generated_cases("test", (1,), 0), args.texts)
+    cases = islice(read_cases(JudgingSettings(run=args.run, levels=(1,)))["test"], args.texts)
     asked = [(Task(case.name, (Message(role="user", content=case.question),), None), case.wrong) for case in cases]
     texts = [JudgedText(task, text) for task, text in asked]
     groups = [[one, one] if args.kind == "pairwise" else [one] for one in texts]
@@ -47,6 +47,7 @@ async def measure(args: argparse.Namespace) -> dict[str, object]:
     return {
         "judge": args.judge,
         "kind": args.kind,
+        "texts": len(texts),
         "mean": float(np.nanmean(clean)),
         "invalid": float(np.isnan(clean).mean()),
         "std_of_texts": float(np.nanmean(np.std(clean, axis=0, ddof=1))),
@@ -60,6 +61,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("judge", help="a model folder or run folder")
     parser.add_argument("--kind", default="correct", choices=("correct", "score", "pairwise"))
+    parser.add_argument("--run", help="a run with saved rollouts, whose wrong attempts are judged")
     parser.add_argument("--dtype", default="float32", choices=("float32", "bfloat16"))
     parser.add_argument("--texts", type=int, default=32)
     parser.add_argument("--repeats", type=int, default=5)

@@ -169,10 +169,7 @@ def injections(split: str) -> tuple[str, ...]:
 def make_judging_world(settings: Mapping[str, object], limits: ToolLimits) -> JudgingWorld:
     """Build the world (the registered factory). Raises ConfigError and UserError for invalid settings or files."""
     chosen = read_settings(JudgingSettings, settings)
-    sources: dict[str, Iterator[Case]] = {name: generated_cases(name, chosen.levels, chosen.seed) for name in SHARES}
-    if chosen.run is not None or chosen.data is not None:
-        recorded = recorded_cases(_rollout_files(chosen), chosen.outcome, chosen.sees)
-        sources = {name: iter(recorded.get(name, ())) for name in SHARES}
+    sources = read_cases(chosen)
     per_case = 2 * len(set(chosen.kinds))
     lists: dict[str, list[Task]] = {}
     checks: dict[str, str] = {}
@@ -185,6 +182,14 @@ def make_judging_world(settings: Mapping[str, object], limits: ToolLimits) -> Ju
             checks |= dict.fromkeys([task.id for task in made], case.check)
         random.Random(f"judging:{chosen.seed}:{split}").shuffle(lists[split])
     return JudgingWorld("judging", lists, (), REWARDS, limits, settings=chosen, checks=checks)
+
+
+def read_cases(settings: JudgingSettings) -> dict[str, Iterator[Case]]:
+    """Return the cases of each split, recorded or made by rule. Raises UserError for files that cannot be read."""
+    if settings.run is None and settings.data is None:
+        return {name: generated_cases(name, settings.levels, settings.seed) for name in SHARES}
+    recorded = recorded_cases(_rollout_files(settings), settings.outcome, settings.sees)
+    return {name: iter(recorded.get(name, ())) for name in SHARES}
 
 
 def _rollout_files(settings: JudgingSettings) -> list[Path]:
