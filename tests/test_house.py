@@ -21,7 +21,7 @@ ROOT = Path(__file__).parent.parent
 EXCEPTIONS = Path(__file__).parent / "house_exceptions.txt"
 NUM_EXCEPTIONS = 0
 """Number of findings in the exceptions file. Lower it if one is removed."""
-ESCAPES = {"Any": 27, "type: ignore": 6, "noqa": 9}
+ESCAPES = {"Any": 27, "type: ignore": 6, "noqa": 8}
 """Maximum uses of escape hatches of the checkers in the package. Lower these if the counts fall."""
 
 FUNCTION_LINES, PARAMETERS, BRANCHES = 60, 6, 10
