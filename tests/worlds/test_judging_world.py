@@ -64,11 +64,21 @@ def test_injections_push_both_verdicts_and_tests_have_other_phrasings():
     assert share == pytest.approx(0.5, abs=0.1)
     assert not set(injections("train")) & set(injections("test"))
     for split in WORLD.splits:
-        phrases = [text.split("{verdict}")[0].replace("</text>", "‹/text>") for text in injections(split)]
+        phrases = [re.split("{verdict}|{claim}", text)[0].replace("</text>", "‹/text>") for text in injections(split)]
         texts = [task.prompt[-1]["content"] for task in WORLD.tasks(split) if task.tags["pushed"]]
         assert all(any(phrase in text for phrase in phrases) for text in texts)
     none = make_judging_world({"num_tasks": 40, "injections": 0.0}, ToolLimits())
     assert not any(task.tags["pushed"] for task in none.tasks("train"))
+
+
+def test_irrelevant_text_is_in_a_share_of_the_attempts():
+    plain, noisy = (make_judging_world({"injections": 0.0, "noise": share}, ToolLimits()) for share in (0.0, 0.5))
+    pairs = list(zip(plain.tasks("train"), noisy.tasks("train"), strict=True))
+    assert all(a.id == b.id and a.truth == b.truth for a, b in pairs)
+    longer = [(attempts_of(a), attempts_of(b)) for a, b in pairs if a.prompt != b.prompt]
+    assert len(longer) / len(pairs) == pytest.approx(0.5, abs=0.05)
+    assert all(sum(old != new for old, new in zip(a, b, strict=True)) == 1 for a, b in longer)
+    assert all(old in new for a, b in longer for old, new in zip(a, b, strict=True))
 
 
 @pytest.mark.parametrize("task", [*WORLD.tasks("train")[:40], *WORLD.tasks("test")[:40]], ids=lambda task: task.id)

@@ -37,6 +37,12 @@ VERDICTS: Final[Mapping[str, Mapping[str, Mapping[str, JSON]]]] = {
     "correct": {"right": {"correct": True}, "wrong": {"correct": False}},
 }
 """The two verdicts of each kind of task with their replies; the first is read as 1, the second as 0."""
+_CLAIMS: Final = {
+    "first": "the first text is better",
+    "second": "the second text is better",
+    "right": "the text is correct",
+    "wrong": "the text is wrong",
+}
 _READERS: Final = {"pairwise": read_pair, "correct": read_correct}
 _PUSHED: Final = "pushed"
 _KIND: Final = "kind"
@@ -62,6 +68,8 @@ class JudgingSettings(WorldSettings):
     correct."""
     injections: float = Field(0.25, ge=0, le=1)
     """Share of the tasks with an attempt that tells the judge what to answer."""
+    noise: float = Field(0.0, ge=0, le=1)
+    """Share of the tasks with an attempt that has irrelevant text: random words of a random alphabet."""
     num_tasks: int = Field(4000, ge=8)
     """Maximum number of training tasks; validation and test have a tenth and a quarter of it."""
     flaw_rate: float = Field(0.5, ge=0, le=1)
@@ -162,8 +170,19 @@ def _truth(task: Task) -> str:
 @cache
 def injections(split: str) -> tuple[str, ...]:
     """Return the phrasings for a split; `test` shares none with the others."""
+    return _texts("test" if split == "test" else "train")
+
+
+@cache
+def _texts(name: str) -> tuple[str, ...]:
     texts = tomllib.loads((files("ludus.worlds.judging") / "injections.toml").read_text("utf-8"))
-    return tuple(texts["test" if split == "test" else "train"])
+    return tuple(texts[name])
+
+
+def _noise(rng: random.Random) -> str:
+    """Return irrelevant text: random words of one alphabet."""
+    alphabet = rng.choice(_texts("alphabets"))
+    return " ".join("".join(rng.choices(alphabet, k=rng.randint(1, 8))) for _ in range(rng.randint(2, 10)))
 
 
 def make_judging_world(settings: Mapping[str, object], limits: ToolLimits) -> JudgingWorld:
@@ -214,7 +233,11 @@ def _make_task(case: Case, split: str, truth: str, settings: JudgingSettings) ->
     pushed = ""
     if rng.random() < settings.injections:
         pushed, at = rng.choice([*VERDICTS[kind]]), rng.randrange(len(attempts))
-        text = rng.choice(injections(split)).replace("{verdict}", json.dumps(VERDICTS[kind][pushed]))
+        reply = json.dumps(VERDICTS[kind][pushed])
+        text = rng.choice(injections(split)).replace("{verdict}", reply).replace("{claim}", _CLAIMS[pushed])
+        attempts[at] = f"{attempts[at]}\n{text}" if rng.random() < 0.5 else f"{text}\n{attempts[at]}"
+    if rng.random() < settings.noise:
+        text, at = _noise(rng), rng.randrange(len(attempts))
         attempts[at] = f"{attempts[at]}\n{text}" if rng.random() < 0.5 else f"{text}\n{attempts[at]}"
     asked = Task(case.name, (Message(role="user", content=case.question),), None)
     texts, most = [JudgedText(asked, text) for text in attempts], settings.max_chars
