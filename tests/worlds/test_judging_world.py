@@ -71,6 +71,14 @@ def test_injections_push_both_verdicts_and_tests_have_other_phrasings():
     assert not any(task.tags["pushed"] for task in none.tasks("train"))
 
 
+def test_copies_of_training_cases_differ_in_the_added_text():
+    world = make_judging_world({"num_tasks": 40, "noise": 1.0, "copies": 3}, ToolLimits())
+    once = make_judging_world({"num_tasks": 40, "noise": 1.0}, ToolLimits())
+    assert len(world.tasks("train")) == 3 * len(once.tasks("train"))
+    assert len(world.tasks("test")) == len(once.tasks("test"))
+    assert len({task.prompt[-1]["content"] for task in world.tasks("train")}) == len(world.tasks("train"))
+
+
 def test_irrelevant_text_is_in_a_share_of_the_attempts():
     plain, noisy = (make_judging_world({"injections": 0.0, "noise": share}, ToolLimits()) for share in (0.0, 0.5))
     pairs = list(zip(plain.tasks("train"), noisy.tasks("train"), strict=True))

@@ -12,7 +12,7 @@ import json
 import random
 import tomllib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cache
 from importlib.resources import files
 from itertools import islice
@@ -70,6 +70,8 @@ class JudgingSettings(WorldSettings):
     """Share of the tasks with an attempt that tells the judge what to answer."""
     noise: float = Field(0.0, ge=0, le=1)
     """Share of the tasks with an attempt that has irrelevant text: random words of a random alphabet."""
+    copies: int = Field(1, ge=1)
+    """How often a case is used for training, each time with other injections and irrelevant text."""
     num_tasks: int = Field(4000, ge=8)
     """Maximum number of training tasks; validation and test have a tenth and a quarter of it."""
     flaw_rate: float = Field(0.5, ge=0, le=1)
@@ -196,9 +198,11 @@ def make_judging_world(settings: Mapping[str, object], limits: ToolLimits) -> Ju
         num = max(1, round(share * chosen.num_tasks / per_case))
         lists[split] = []
         for case in islice(sources[split], num):
-            made = [_make_task(case, split, variant, chosen) for variant in _variants(chosen)]
-            lists[split] += made
-            checks |= dict.fromkeys([task.id for task in made], case.check)
+            for copy in range(chosen.copies if split == "train" else 1):
+                one = replace(case, name=f"{case.name}:{copy}") if copy else case
+                made = [_make_task(one, split, variant, chosen) for variant in _variants(chosen)]
+                lists[split] += made
+                checks |= dict.fromkeys([task.id for task in made], case.check)
         random.Random(f"judging:{chosen.seed}:{split}").shuffle(lists[split])
     return JudgingWorld("judging", lists, (), REWARDS, limits, settings=chosen, checks=checks)
 
