@@ -44,6 +44,7 @@ from ludus.envs.registry import build_world
 from ludus.evaluation.evaluate import Evaluation, load_evaluation
 from ludus.evaluation.stats import paired_difference, t_interval
 from ludus.recipes import recipe_folder
+from ludus.rollouts.rollout_files import read_rollouts
 
 T = TypeVar("T")
 Column = Callable[[Path], Evaluation]
@@ -88,7 +89,13 @@ class Game:
     groups: int = 24
     tag: str = ""
     temperature: float = 0.0
+    also_greedy: bool = False
+    """Whether the table has more columns for greedy evaluations."""
+    reward: str = ""
+    """A reward whose mean has columns, before those of success, and selects the rate; if empty, success does."""
     splits: tuple[str, ...] = ("validation", "test", "composition")
+    start: tuple[str, ...] = ()
+    """Settings of the SFT that makes the start, in place of the recipe's cold start."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +135,7 @@ def games() -> Mapping[str, Game]:
     found = tomllib.loads(FILE.read_text("utf-8"))["games"]
     lists = {name: {"splits": tuple(one["splits"])} if "splits" in one else {} for name, one in found.items()}
     return {
-        name: Game(**{**one, **lists[name], "settings": words_of(one.get("settings", {}))})
+        name: Game(**{**one, **lists[name], **{key: words_of(one.get(key, {})) for key in ("settings", "start")}})
         for name, one in found.items()
     }
 
@@ -143,10 +150,10 @@ def experiments() -> Mapping[str, Experiment]:
 def start_of(name: str, folder: Path) -> tuple[str, ...]:
     """Return the settings that start from the game's cold start; train it once if the recipe ships none."""
     game = games()[name]
-    if game.sft_steps is None and (recipe_folder(game.recipe) / "cold_start").is_dir():
+    if game.sft_steps is None and not game.start and (recipe_folder(game.recipe) / "cold_start").is_dir():
         return ()
     steps = ("--sft.steps", str(game.sft_steps)) if game.sft_steps else ()
-    return cold_start(game.recipe, folder / f"{name}-cold-start", (*game.settings, *steps))
+    return cold_start(game.recipe, folder / f"{name}-cold-start", (*game.settings, *game.start, *steps))
 
 
 def experts_of(name: str, folder: Path, count: int) -> Path:
@@ -212,10 +219,20 @@ def train(folder: Path, recipe: str, words: tuple[str, ...], stage: str = "train
     return path
 
 
-def last(path: Path, split: str) -> Evaluation:
-    """Return the evaluation after training; all runs have one temperature."""
-    found = [load_evaluation(file) for file in (path / "evaluations").glob(f"step-*{split}*.json")]
-    return max((one for one in found if one.plan.split == split), key=lambda one: (one.plan.step, one.plan.num_tasks))
+def last(path: Path, split: str, how: str = "", reward: str = "") -> Evaluation:
+    """Return the evaluation after training; with `reward`, the sums of its values in place of successes.
+
+    `how` is the sampling in the file's name, such as `greedy`; it is needed for runs with several temperatures.
+    """
+    files = (path / "evaluations").glob(f"step-*{split}*{how}*.json")
+    found = {file: one for file in files if (one := load_evaluation(file)).plan.split == split}
+    file = max(found, key=lambda file: (found[file].plan.step, found[file].plan.num_tasks))
+    if not reward:
+        return found[file]
+    sums = dict.fromkeys(found[file].task_ids, 0.0)
+    for record in read_rollouts(file.with_suffix(".jsonl.gz")):
+        sums[record.trajectory.task_id] += record.trajectory.rewards.get(reward, 0.0)
+    return replace(found[file], successes=tuple(sums.values()))
 
 
 def metric_of(path: Path, name: str) -> float:
@@ -247,8 +264,9 @@ def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, l
     """Run all arms; return for each the best rate on `validation` with the first seed, and the runs at that rate."""
     game = games()[args.game]
     start = (*start_of(args.game, args.folder), *game.settings)
+    temperatures = [game.temperature, *([0.0] if game.also_greedy else [])]
     common = (
-        *("--evaluation.splits", json.dumps(game.splits), "--evaluation.temperatures", f"[{game.temperature}]"),
+        *("--evaluation.splits", json.dumps(game.splits), "--evaluation.temperatures", json.dumps(temperatures)),
         *("--evaluation.tasks", str(game.tasks), "--evaluation.every", "1000"),
         *("--evaluation.tasks_before", str(game.tasks)),
     )
@@ -282,9 +300,8 @@ def run(args: argparse.Namespace, arms: Sequence[Arm]) -> dict[str, tuple[str, l
     with ThreadPoolExecutor(args.parallel) as pool:
         sweep = [(arm, rate, first) for arm in arms for rate in args.rates]
         tried = dict(zip([(a.name, r) for a, r, _ in sweep], pool.map(one, sweep), strict=True))
-        best = {
-            arm.name: max(args.rates, key=lambda rate: last(tried[arm.name, rate], "validation").rate) for arm in arms
-        }
+        score = partial(last, split="validation", **selection(game))
+        best = {arm.name: max(args.rates, key=lambda rate: score(tried[arm.name, rate]).rate) for arm in arms}
         rest = [(arm, best[arm.name], seed) for seed in others for arm in arms]
         more = list(zip([a.name for a, _, _ in rest], pool.map(one, rest), strict=True))
     return {
@@ -307,9 +324,21 @@ def part(whole: Evaluation, ids: Collection[str]) -> Evaluation:
     return replace(whole, task_ids=chosen(whole.task_ids), successes=successes, families=families)
 
 
+def selection(game: Game) -> dict[str, str]:
+    """Return the options of `last` for what selects the rate; without options for a game with plain columns."""
+    how = f"t{game.temperature:g}" if game.also_greedy else ""
+    return {name: value for name, value in {"how": how, "reward": game.reward}.items() if value}
+
+
 def columns(game: Game) -> dict[str, Column]:
     """Return the table columns of a game by title."""
-    found: dict[str, Column] = {"test": partial(last, split="test")}
+    given = selection(game)
+    kinds = [("", given)] + ([(", greedy", {**given, "how": "greedy"})] if game.also_greedy else [])
+    found: dict[str, Column] = {}
+    for suffix, own in kinds:
+        if game.reward:
+            found[f"test, {game.reward}{suffix}"] = partial(last, split="test", **own)
+        found[f"test{suffix}"] = partial(last, split="test", **{**own, "reward": ""})
     if game.tag:
         config = load_config(game.recipe, list(game.settings))
         ids: dict[str, set[str]] = {}

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import importlib
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 
 from ludus.envs.tool_world import Dialogue, assistant, tool_turn
-from ludus.evaluation.evaluate import Evaluation, EvaluationPlan
+from ludus.evaluation.evaluate import Evaluation, EvaluationPlan, save_evaluation
+from ludus.rollouts.ledger import RolloutKey
+from ludus.rollouts.scheduler import Episode
 from ludus.training.datasets.files import read_dialogues
+from ludus.types import StopReason, Task, Trajectory
 from ludus.worlds.search.questions import Hop, SearchQuestion
 
 BENCHMARKS = Path(__file__).parent.parent / "benchmarks"
@@ -91,6 +95,23 @@ def test_table_shows_tagged_tasks_in_separate_columns(algorithms, monkeypatch):
     assert cells[4].startswith("10.0 [")
     assert cells[6].startswith("-25.0 [")
     assert cells[8].startswith("-90.0 [")
+
+
+def test_a_game_with_a_reward_shows_it_beside_success_sampled_and_greedy(algorithms, tmp_path):
+    shown = algorithms.columns(algorithms.games()["reports"])
+    assert list(shown) == ["test, rubric", "test", "test, rubric, greedy", "test, greedy"]
+    (whole,) = evaluated(1)
+    for heat, values in {1.0: (0.25, 0.75), 0.0: (0.5, 1.0)}.items():
+        plan = replace(whole.plan, temperature=heat, num_tasks=2)
+        trajectories = [
+            Trajectory(task, 0, (), (), StopReason.ANSWERED, rewards={"rubric": value})
+            for task, value in zip(TASKS, values, strict=False)
+        ]
+        result = replace(whole, plan=plan, task_ids=TASKS[:2], successes=(0, 1), families=("", ""))
+        episodes = [Episode(RolloutKey(0, one.task_id, 0), Task(one.task_id, (), None), one) for one in trajectories]
+        save_evaluation(tmp_path / "evaluations", result, episodes)
+    rates = [take(tmp_path).rate for take in shown.values()]
+    assert rates == [0.5, 0.5, 0.75, 0.5]
 
 
 def test_table_of_long_episodes_compares_arms_with_the_cold_start_and_with_trained_summaries(monkeypatch):

@@ -340,6 +340,61 @@ def test_demonstrations_of_the_flawed_solver_fail_as_often_as_they_should():
 TASK = REPORTS.tasks("train")[0]
 
 
+def test_reports_have_the_numbers_of_places_and_the_lists_of_the_settings():
+    world = world_of(tasks="report", sizes=[2, 3], max_rows=12)
+    truths = [task.truth for task in all_tasks(world)]
+    assert {len(one.items) for one in truths} == {2, 3}
+    assert max(one.num_listed for one in truths) == 12
+
+
+def test_demonstrations_of_reports_that_no_country_has_are_refused():
+    with pytest.raises(ConfigError, match="No country has a list"):
+        next(world_of(tasks="report", kinds=["city"], max_rows=4, sizes=[2]).demonstrations(0))
+
+
+def test_reports_on_a_list_need_the_list_alone_and_call_places_by_number():
+    world = world_of(tasks="report", sources="list", labels="numbers", levels=[1], num_tasks=60, kinds=["airport"])
+    for task in islice(world.tasks("train"), 20):
+        (step,), text = task.truth.steps, task.truth.solution()
+        rows = re.findall(r"(-?\d+) m\D.*?(\d+)$", "\n".join(world.web.lines(step.title)), re.M)
+        above = {f"airport {number}: {value} m." for value, number in rows if int(value) > task.truth.limit}
+        assert set(text.split("\n")[1:-1]) == above
+        assert [one.name for one in task.truth.rubric.leaves()][-1] == f"cites {step.title}"
+        holds = leaves(task, text, {step.title})
+        assert all(holds.values())
+        assert len(holds) == len(above) + 3 + len(GATES)
+    assert played(world, task, world.expert(task).messages[2:]).succeeded
+    for messages in world.cheats(task).values():
+        assert not played(world, task, messages).succeeded
+
+
+def test_a_report_on_a_list_that_the_request_shows_needs_no_tools():
+    world = world_of(tasks="report", sources="shown", labels="numbers", levels=[1], num_tasks=60)
+    for task in islice(world.tasks("train"), 20):
+        rows = task.prompt[1]["content"].split("\n")[1:]
+        above = [row for row in rows if int(row.split()[2]) > task.truth.limit]
+        assert len(rows) == task.truth.num_listed
+        assert task.truth.solution().split("\n")[1:] == [f"{row}." for row in above]
+        result = played(world, task, world.expert(task).messages[2:])
+        assert (result.succeeded, result.trajectory.rewards["rubric"]) == (True, 1.0)
+        for messages in world.cheats(task).values():
+            assert not played(world, task, messages).succeeded
+
+
+@pytest.mark.parametrize(
+    ("given", "said"),
+    [
+        ({"sizes": [2]}, "sizes apply to reports"),
+        ({"tasks": "report", "sizes": [5, 7], "max_rows": 5}, "no list of at most max_rows = 5"),
+        ({"tasks": "report", "sizes": [1]}, "greater than or equal to 2"),
+        ({"tasks": "report", "labels": "numbers"}, "reports without pages of places"),
+    ],
+)
+def test_numbers_of_places_that_no_report_can_have_are_refused(given, said):
+    with pytest.raises(ConfigError, match=said):
+        world_of(**given)
+
+
 def marks(text, opened=None):
     return leaves(TASK, text, opened)
 

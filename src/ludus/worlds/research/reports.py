@@ -1,9 +1,9 @@
 """Reports: texts on the places of a country, judged by a tree of checks against the facts.
 
-The places are those with a value above a limit. A report states their number, the first by value, and the value and the
-distance from the nearest place of each. A number with a unit is a *statement* about a place: the last one named before
-it in its sentence, or else the first one of the sentence. One false statement, or a citation of a page that was not
-opened, halves the score.
+The places are those with a value above a limit. A report states their number, the first by value, the value of each,
+and from pages of places the distance of each from the nearest place. A number with a unit is a *statement* about a
+place: the last one named before it in its sentence, or else the first one of the sentence. One false statement, or a
+citation of a page that was not opened, halves the score.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Final, NamedTuple
+from typing import Final, Literal, NamedTuple
 
 from ludus.rewards.base import truth_of
 from ludus.rewards.rubric import Rubric
@@ -22,6 +22,7 @@ from ludus.worlds.research.facts import KINDS, Facts
 from ludus.worlds.research.pages import fill, list_title
 from ludus.worlds.research.questions import MAX_ROWS, Step, countries_of
 
+Sources = Literal["places", "list", "shown"]
 MAX_CHARS: Final = 20_000
 """Longer reports have no leaf that holds."""
 TRUE_NUMBERS, TRUE_CITATIONS = "no false number", "no citation of an unopened page"
@@ -44,24 +45,28 @@ class Item(NamedTuple):
 
 @dataclass(frozen=True)
 class ExpectedReport:
-    """The truth of a report: places by title, and how many the whole list has."""
+    """The truth of a report: places by title, how many the list has, what it is written from, and the shown rows."""
 
     kind: str
     country: str
     limit: int
     items: tuple[Item, ...]
     num_listed: int
+    sources: Sources = "places"
+    rows: tuple[str, ...] = ()
 
     @property
     def text(self) -> str:
         """The request."""
-        return fill("reports", self.kind, {"country": self.country, "limit": self.limit}, f"{self.items}")
+        given = {"country": self.country, "limit": self.limit}
+        return "\n".join([fill(f"reports_on_{self.sources}", self.kind, given, f"{self.items}"), *self.rows])
 
     @property
     def steps(self) -> tuple[Step, ...]:
-        """The pages that the report needs."""
+        """The pages that the report needs and cites."""
         places = (Step(one.title, (f"{one.distance} km",), "") for one in self.items)
-        return Step(list_title(self.country, self.kind), (), ""), *places
+        listed = Step(list_title(self.country, self.kind), (), "")
+        return {"places": (listed, *places), "list": (listed,), "shown": ()}[self.sources]
 
     @property
     def pages(self) -> frozenset[str]:
@@ -86,12 +91,17 @@ class ExpectedReport:
         return numbers | {(one.title, "km"): one.distance for one in self.items}
 
     @property
+    def asked(self) -> Mapping[tuple[str, str], int]:
+        """The numbers that the report has to state."""
+        return {key: value for key, value in self.facts.items() if self.sources == "places" or key[1] != "km"}
+
+    @property
     def rubric(self) -> Rubric:
         """The tree of checks."""
         plural, first = KINDS[self.kind][0], _FIRST[self.kind][0]
         numbers = tuple(
             Rubric(f"{unit} of {title}", text=f"The report gives the {_ABOUT[unit]} of {title} as {value} {unit}.")
-            for (title, unit), value in self.facts.items()
+            for (title, unit), value in self.asked.items()
         )
         cited = tuple(Rubric(f"cites {one.title}", text=f"The report cites [{one.title}].") for one in self.steps)
         counted = f"The report states that there are {len(self.items)} {plural}."
@@ -100,28 +110,53 @@ class ExpectedReport:
             Rubric(first, text=f"The report states that {self.first} is the {first}."),
         )
         parts = Rubric("facts", 0.6, numbers), Rubric("summary", 0.2, summary), Rubric("citations", 0.2, cited)
-        return Rubric("report", 1.0, parts)
+        return Rubric("report", 1.0, parts if cited else parts[:2])
 
     def solution(self) -> str:
         """Return a report on which all leaves hold."""
         plural, unit = KINDS[self.kind]
         lines = [f"{len(self.items)} {plural}. The {_FIRST[self.kind][0]} is {self.first}."]
-        lines += [f"{one.title}: {one.value} {unit}, {one.distance} km." for one in self.items]
-        return "\n".join([*lines, " ".join(f"[{step.title}]" for step in self.steps)])
+        far = [f", {one.distance} km" if self.sources == "places" else "" for one in self.items]
+        lines += [f"{one.title}: {one.value} {unit}{km}." for one, km in zip(self.items, far, strict=True)]
+        return "\n".join([*lines, " ".join(f"[{step.title}]" for step in self.steps)]).strip()
 
 
-def reports(facts: Facts, split: str, num: int, seed: str) -> Iterator[ExpectedReport]:
-    """Yield up to `num` different reports on three to six places of the countries of a split."""
-    options = [(one.title, kind, size) for one in countries_of(facts, split) for kind in KINDS for size in range(3, 7)]
-    random.Random(f"reports:{split}:{seed}").shuffle(options)
+class ReportScope(NamedTuple):
+    """What reports are about: the kinds and numbers of places, the longest list they are selected from, what they are
+    written from, and whether a place is called by its number in the list."""
+
+    kinds: Sequence[str] = tuple(KINDS)
+    sizes: Sequence[int] = (3, 4, 5, 6)
+    max_rows: int = MAX_ROWS
+    sources: Sources = "places"
+    numbered: bool = False
+
+
+def reports(facts: Facts, split: str, num: int, seed: str, scope: ReportScope) -> Iterator[ExpectedReport]:
+    """Yield up to `num` different reports on places of the countries of a split.
+
+    A list that is shown is a sample of the country's, so that there are more different ones.
+    """
+    countries = countries_of(facts, split)
+    options = [(one.title, kind, size) for one in countries for kind in scope.kinds for size in scope.sizes]
+    rng = random.Random(f"reports:{split}:{seed}")
+    rng.shuffle(options)
     for country, kind, size in options:
-        listed = sorted(facts.of_country(country, kind), key=lambda one: -one.value)
-        if not size < len(listed) <= MAX_ROWS or listed[size - 1].value == listed[size].value or num <= 0:
+        rows = facts.of_country(country, kind)
+        most = min(len(rows), scope.max_rows)
+        if scope.sources == "shown" and size < most:
+            kept = rng.sample(range(len(rows)), rng.randint(size + 1, most))
+            rows = [rows[i] for i in sorted(kept)]
+        listed = sorted(rows, key=lambda one: -one.value)
+        if not size < len(listed) <= scope.max_rows or listed[size - 1].value == listed[size].value or num <= 0:
             continue
+        names = {one.title: f"{kind} {i}" if scope.numbered else one.title for i, one in enumerate(rows, 1)}
         chosen = sorted(listed[:size], key=lambda one: one.title)
         nearest = [facts.nearest(one) for one in chosen]
-        items = (Item(one.title, one.value, near[1]) for one, near in zip(chosen, nearest, strict=True) if near)
-        yield ExpectedReport(kind, country, listed[size].value, tuple(items), len(listed))
+        items = (Item(names[one.title], one.value, near[1]) for one, near in zip(chosen, nearest, strict=True) if near)
+        shown = (f"{names[one.title]}: {one.value} {one.unit}" for one in rows if scope.sources == "shown")
+        given = (kind, country, listed[size].value, tuple(items), len(listed), scope.sources, tuple(shown))
+        yield ExpectedReport(*given)
         num -= 1
 
 
@@ -141,7 +176,7 @@ def judge(report: ExpectedReport, text: str, opened: Collection[str] | None = No
     stated = {fact for one in sentences for fact in one.stated}
     right = [report.first in one.titles[:1] for one in sentences if one.names_first]
     counts = {number for one in sentences for number in one.counts}
-    holds = {f"{unit} of {title}": (title, unit) in stated for title, unit in report.facts}
+    holds = {f"{unit} of {title}": (title, unit) in stated for title, unit in report.asked}
     holds |= {f"cites {title}": title in cited and (opened is None or title in opened) for title in report.pages}
     holds["number"] = len(report.items) in counts
     holds[_FIRST[report.kind][0]] = bool(right) and all(right)

@@ -12,7 +12,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import count, islice
-from typing import Final, Literal
+from typing import Annotated, Final, Literal
 
 from pydantic import Field, model_validator
 
@@ -21,6 +21,7 @@ from ludus.envs.settings import WorldSettings, read_settings
 from ludus.envs.task_archive import SPLITS, split_sizes
 from ludus.envs.tool_env import ToolEnv, ToolLimits
 from ludus.envs.tool_world import Dialogue, assistant, check_split, tool_turn
+from ludus.errors import ConfigError
 from ludus.rewards.base import Reward
 from ludus.rewards.code.turns import Progress, TurnVerifier, outcomes_by_turn
 from ludus.rewards.exact_match import exact_match
@@ -30,8 +31,8 @@ from ludus.tools.base import Tool
 from ludus.tools.workspace import python_tool
 from ludus.types import JSON, Message, Task, Trajectory
 from ludus.worlds.research.pages import FIND, OPEN, Web, contains, fill, opened_page
-from ludus.worlds.research.questions import LEVELS, Level, Question, Step, questions, shapes_of
-from ludus.worlds.research.reports import ExpectedReport, judge, report_score, reports
+from ludus.worlds.research.questions import LEVELS, MAX_ROWS, Level, Question, Step, questions, shapes_of
+from ludus.worlds.research.reports import ExpectedReport, ReportScope, Sources, judge, report_score, reports
 
 COMPUTED: Final = 5
 """The level that needs the tool `python`."""
@@ -48,7 +49,7 @@ class ResearchSettings(WorldSettings):
     program."""
     labels: Literal["titles", "numbers"] = "titles"
     """What names the places in a list and answers a question: titles, or numbers, which a small model learns to copy
-    sooner. Numbers are possible on level 1 only."""
+    sooner. Numbers are possible on level 1, and in reports without pages of places, only."""
     num_tasks: int = Field(1000, ge=20)
     """Number of training tasks; fewer if there are not as many. The other splits have a share of it."""
     results: int = Field(3, ge=1, le=10)
@@ -59,6 +60,16 @@ class ResearchSettings(WorldSettings):
     """Fraction of the pages that contain an order to the reader."""
     require_opened: bool = False
     """Whether a right answer counts only if the pages that prove it were opened."""
+    kinds: tuple[Literal["airport", "city"], ...] = Field(("airport", "city"), min_length=1)
+    """Kinds of places of the reports."""
+    sources: Sources = "places"
+    """What reports are written from: the list of the country and the page of each place, which has the distance from
+    the nearest one; the list alone; or a list of some places and their values in the request, without tools.
+    `stop_early` applies to places only."""
+    sizes: tuple[Annotated[int, Field(ge=2)], ...] = Field((3, 4, 5, 6), min_length=1)
+    """Numbers of places of the reports."""
+    max_rows: int = Field(MAX_ROWS, ge=3)
+    """Maximum length of the list that a report selects its places from."""
     threshold: float = Field(0.8, gt=0, le=1)
     """Score of the rubric from which a report is a success."""
     stop_early: float = Field(0.3, ge=0, le=1)
@@ -69,9 +80,20 @@ class ResearchSettings(WorldSettings):
     """Seed of the tasks and of the demonstrations."""
 
     @model_validator(mode="after")
+    def _selects_places(self) -> ResearchSettings:
+        if self.tasks != "report" and (
+            unused := sorted(self.model_fields_set & {"kinds", "sources", "sizes", "max_rows"})
+        ):
+            raise ValueError(f"{' and '.join(unused)} apply to reports, but tasks = {self.tasks!r}")
+        if min(self.sizes) >= self.max_rows:
+            raise ValueError(f"no list of at most max_rows = {self.max_rows} has more places than sizes = {self.sizes}")
+        return self
+
+    @model_validator(mode="after")
     def _numbers_are_answers(self) -> ResearchSettings:
-        if self.labels == "numbers" and (self.tasks == "report" or self.levels != (1,)):
-            raise ValueError("labels = 'numbers' needs questions with levels = [1]")
+        one_list = self.sources != "places" if self.tasks == "report" else self.levels == (1,)
+        if self.labels == "numbers" and not one_list:
+            raise ValueError("labels = 'numbers' needs questions with levels = [1], or reports without pages of places")
         return self
 
 
@@ -167,7 +189,7 @@ def opened(trajectory: Trajectory) -> frozenset[str]:
 def coverage(task: Task, trajectory: Trajectory) -> float:
     """Return the share of the pages of the solution that were opened."""
     pages = _solved(task).pages
-    return len(pages & opened(trajectory)) / len(pages)
+    return len(pages & opened(trajectory)) / len(pages) if pages else 1.0
 
 
 def proven(task: Task, trajectory: Trajectory) -> float:
@@ -219,6 +241,8 @@ class ResearchWorld(SandboxWorld):
     @cached_property
     def tools(self) -> tuple[Tool, ...]:
         """The stateless tools of every episode."""
+        if self.settings.sources == "shown":
+            return ()
         found = self.web.tools(self.settings.results)
         return (*found, python_tool(self.sandbox)) if self.runs_programs else found
 
@@ -250,6 +274,8 @@ class ResearchWorld(SandboxWorld):
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
         """Yield dialogues of the flawed solver on requests about the countries of the training split."""
+        if not self.tasks("train"):
+            raise ConfigError("No country has a list for such reports.", "Set env.settings.max_rows, kinds or sizes.")
         rng = random.Random(f"demonstrations:{self.settings.seed}:{seed}")
         for chunk in count():
             for truth in self._truths("train", 200, f"{self.settings.seed}/{seed}/{chunk}"):
@@ -269,12 +295,12 @@ class ResearchWorld(SandboxWorld):
         calls, text = self.expert(task).messages[len(task.prompt) : -1], truth.solution()
         numbers = ", ".join(re.findall(r"\d+ (?:km|m|people)\b", text))
         wrong = {
-            "made-up facts": re.sub(r"\d+(?= km)", lambda found: str(int(found[0]) + 1), text),
+            "made-up facts": re.sub(r"\d+(?= (?:km|m|people)\b)", lambda found: str(int(found[0]) + 1), text),
             "everything": "\n".join([*(f"{one.title}: {numbers}." for one in truth.items), text]),
             "half": replace(truth, items=truth.items[: len(truth.items) // 2]).solution(),
         }
         told = {name: [*calls, assistant(text)] for name, text in wrong.items()}
-        return {"unopened": [assistant(text)], **told}
+        return told | ({"unopened": [assistant(text)]} if truth.pages else {})
 
     def rubric(self, task: Task) -> Rubric | None:
         truth = _solved(task)
@@ -286,7 +312,7 @@ class ResearchWorld(SandboxWorld):
 
     def reader(self) -> Reader:
         """Return a solver that has read nothing."""
-        return Reader(self.web, self.tools[0])
+        return Reader(self.web, self.web.tools(self.settings.results)[0])
 
     def texts(self) -> Iterator[str]:
         """Yield descriptions of the tools, then dialogues as text, to train a tokenizer on."""
@@ -301,7 +327,9 @@ class ResearchWorld(SandboxWorld):
 
     def _truths(self, split: str, num: int, seed: str) -> Iterator[Question | ExpectedReport]:
         if self.settings.tasks == "report":
-            return reports(self.web.facts, split, num, seed)
+            given = self.settings
+            scope = ReportScope(given.kinds, given.sizes, given.max_rows, given.sources, self.web.numbered)
+            return reports(self.web.facts, split, num, seed, scope)
         found = questions(self.web.facts, split, shapes_of(split, self.settings.levels), num, seed)
         if not self.web.numbered:
             return found
@@ -310,8 +338,10 @@ class ResearchWorld(SandboxWorld):
         return (one for one in named if not contains(one.text, one.accepted[0]))
 
     def _opening(self, truth: Question | ExpectedReport) -> tuple[Message, ...]:
-        about = "report" if isinstance(truth, ExpectedReport) else "python" if self.runs_programs else "questions"
-        system = Message(role="system", content=fill("system", about, {}))
+        about = ["python" if self.runs_programs else "questions"]
+        if isinstance(truth, ExpectedReport):
+            about = ["shown" if truth.rows else "report", *(["numbered"] if self.web.numbered else [])]
+        system = Message(role="system", content=" ".join(fill("system", one, {}) for one in about))
         return system, Message(role="user", content=truth.text)
 
     def _task(self, truth: Question | ExpectedReport, split: str, number: int) -> Task:
