@@ -2,6 +2,7 @@
 
 import asyncio
 import copy
+import functools
 from pathlib import Path
 
 import pytest
@@ -17,13 +18,13 @@ from ludus.engines.models import vision
 from ludus.engines.models.loading import load_model, load_tokenizer, save_model
 from ludus.engines.models.vision import enable_images, image_tokens
 from ludus.errors import RequestRejected, UserError
-from ludus.images import IMAGE_IDS, Image, content_parts, read_image
+from ludus.images import IMAGE_IDS, Image, content_parts, image_url, read_image
 from ludus.rollouts.episode import EngineChatSession
 from ludus.training.batches.rows import microbatches, row_of_segments, row_of_trajectory
 from ludus.training.learner.logprobs import LogprobScorer
 from ludus.training.run.session import add_lora
 from ludus.types import Message, SamplingParams, StopReason, Trajectory
-from tests.vision_models import BLUE, GREEN, RED, SPECIAL, make_idefics3, make_llava, make_tokenizer
+from tests.vision_models import BLUE, GREEN, RED, SPECIAL, make_idefics3, make_llava, make_tokenizer, picture
 
 TOLERANCE = 2e-4
 MAKERS = {"llava": make_llava, "idefics3": make_idefics3}
@@ -179,7 +180,9 @@ def test_a_group_computes_its_prompt_and_its_image_once(llava, monkeypatch):
     model, renderer = load(llava)
     computed = []
     whole = vision.ImageEmbedding._compute
-    monkeypatch.setattr(vision.ImageEmbedding, "_compute", lambda self, image: computed.append(1) or whole(self, image))
+    monkeypatch.setattr(
+        vision.ImageEmbedding, "_compute", lambda self, images: computed.append(1) or whole(self, images)
+    )
     prompt = renderer.prompt([user("<image>?", RED)], [])
     requests = [Request(f"e{i}", prompt, SamplingParams(max_new_tokens=4, seed=i)) for i in range(4)]
 
@@ -193,6 +196,22 @@ def test_a_group_computes_its_prompt_and_its_image_once(llava, monkeypatch):
     stats = run(work())
     assert stats.cached_tokens == 3 * (len(prompt) - 1)
     assert len(computed) == 1
+
+
+def test_images_of_one_pass_have_the_features_of_each_by_itself(folder):
+    model, _ = load(folder)
+    embedding = model.get_input_embeddings()
+    sizes = ((16, 16), (16, 16), (32, 20), (16, 16))
+    colors = ((255, 0, 0), (9, 200, 40), (0, 0, 255), (0, 0, 0))
+    images = [read_image(image_url(picture(*one))) for one in zip(colors, sizes, strict=True)]
+    calls, plain = [], model.get_image_features
+    model.get_image_features = functools.wraps(plain)(lambda **given: calls.append(1) or plain(**given))
+    together = embedding._compute(images)
+    num_calls = len(calls)
+    alone = [embedding._compute([image])[0] for image in images]
+    assert num_calls < len(images)
+    assert all(torch.allclose(one, other, atol=1e-5) for one, other in zip(together, alone, strict=True))
+    assert not torch.allclose(alone[0], alone[1], atol=1e-3)
 
 
 @torch.no_grad()

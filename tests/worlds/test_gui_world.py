@@ -23,7 +23,7 @@ from ludus.worlds.apps.pages import MAX_TEXT, Element, Line, SitePage, as_docume
 from ludus.worlds.apps.site import SiteStep
 from ludus.worlds.apps.tasks import HOSTILE, draw_tables, is_held_out, site_spec
 from ludus.worlds.apps.visits import parse_action
-from ludus.worlds.apps.world import make_gui_world
+from ludus.worlds.apps.world import make_gui_world, make_web_world
 from tests.worlds.apps_episodes import expert_texts, follow, number_of, played, success_of
 
 WORLD = make_gui_world({"num_tasks": 150}, ToolLimits())
@@ -80,7 +80,7 @@ def test_records_cannot_look_like_elements_or_contain_html():
     ["", "x", "click", "click x", "click 0", "click 3 4", "type", "back 2", "done now", "click ²", "select 9999999"],
 )
 def test_what_is_not_an_action_is_told(text):
-    assert parse_action(text, False) is None
+    assert parse_action(text) is None
     seen, made = played(WORLD, WORLD.tasks("train")[0], [text])
     assert (seen.valid, seen.done) == (False, False)
     assert seen.text.startswith("Not possible here. Actions: click N")
@@ -89,10 +89,10 @@ def test_what_is_not_an_action_is_told(text):
 
 def test_pixel_actions_exist_only_in_a_browser():
     for text in ("click at 10 20", "press Enter", "write hello"):
-        assert parse_action(text, True) is not None
-        assert parse_action(text, False) is None
+        assert parse_action(text, (640, 480)) is not None
+        assert parse_action(text) is None
     for text in ("click at 640 20", "click at 1", "click at a b", "press F1", "press"):
-        assert parse_action(text, True) is None
+        assert parse_action(text, (640, 480)) is None
 
 
 def test_actions_on_elements():
@@ -171,8 +171,33 @@ def test_families_levels_and_splits():
         assert not [t for t in WORLD.tasks(split) if any(word in t.truth.instruction for word in words)]
     one = make_gui_world({"num_tasks": 20, "levels": [2]}, ToolLimits())
     assert {task.tags["level"] for task in one.tasks("train")} == {"2"}
+    one = make_gui_world({"num_tasks": 20, "families": ["mail", "files"]}, ToolLimits())
+    assert {task.tags["family"] for task in one.tasks("train")} == {"mail", "files"}
+    assert {task.tags["family"] for task in one.tasks("composition")} == {"composition"}
     with pytest.raises(ConfigError, match="levels"):
         make_gui_world({"levels": []}, ToolLimits())
+    with pytest.raises(ConfigError, match="no tasks of the levels 1, 4 in the family 'calls'"):
+        make_gui_world({"levels": [1, 4], "families": ["color", "calls"]}, ToolLimits())
+    with pytest.raises(ConfigError, match="web has no tasks of the levels 4"):
+        make_web_world({"levels": [4]}, ToolLimits())
+
+
+def test_colors_are_in_documents_and_not_in_trees():
+    settings = {"num_tasks": 40, "levels": [4], "families": ["color"]}
+    world, html = (make_gui_world({**settings, "observation": one}, ToolLimits()) for one in ("tree", "html"))
+    for task, other in zip(world.tasks("train"), html.tasks("train"), strict=True):
+        color = task.truth.instruction.split()[2]
+        assert task.tags["family"] == "color"
+        shown, page = (str(w.expert(t).messages[2:]) for w, t in ((world, task), (html, other)))
+        assert color not in shown
+        assert f'<tr style="background: {color}">' in page
+        assert success_of(world, task, expert_texts(world, task)) == 1.0
+    world = make_gui_world({**settings, "families": ["highlight"]}, ToolLimits())
+    for task in world.tasks("train"):
+        (step,) = task.truth.steps
+        files = task.truth.tables["files"]
+        own = files[step.path.split("/")[2]]
+        assert [row for row in files.values() if row["color"] and row["folder"] == own["folder"]] == [own]
 
 
 def test_expert_solves_every_task_on_short_pages():
@@ -356,6 +381,26 @@ def test_pixels_and_keys_operate_the_page_and_screenshots_are_pictures():
     finally:
         made.close()
         asyncio.run(world.close())
+
+
+@pytest.mark.browser
+def test_both_is_the_tree_of_the_document_with_its_screenshot():
+    settings = {"num_tasks": 10, "levels": [1, 4], "viewport": [320, 240]}
+    kinds = ("browser", "screenshot", "both")
+    worlds = [make_gui_world({**settings, "observation": kind}, ToolLimits()) for kind in kinds]
+    try:
+        shown = [world.expert(world.tasks("train")[0]).messages for world in worlds]
+    finally:
+        for world in worlds:
+            asyncio.run(world.close())
+    for tree, picture, both in zip(*shown, strict=True):
+        if both["role"] != "user":
+            assert tree == picture == both
+            continue
+        assert both["content"] == f"{tree['content']}\n<image>"
+        assert picture["content"].endswith("Screenshot of 320 x 240 pixels.\n<image>")
+        assert len(picture["images"]) == len(both["images"]) == 1
+        assert read_image(both["images"][0]).picture().size == (320, 240)
 
 
 @pytest.mark.browser

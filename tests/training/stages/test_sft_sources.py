@@ -12,8 +12,9 @@ from ludus.engines.models.loading import load_tokenizer
 from ludus.envs.base import class_of
 from ludus.envs.tool_world import Dialogue, ToolWorld
 from ludus.errors import ConfigError, UserError
-from ludus.training.datasets.files import parse_record, read_dialogues, row_of
-from ludus.training.datasets.sources import MAX_SKIPPED, dialogues
+from ludus.training.datasets import sources
+from ludus.training.datasets.files import parse_record, read_dialogues, read_sft_data, row_of
+from ludus.training.datasets.sources import MAX_SKIPPED, check_sources, dialogues
 from ludus.training.run.preflight import model_path
 from ludus.training.sft import dialogue_row
 from ludus.types import FunctionCall, Message, MessageToolCall
@@ -74,6 +75,18 @@ def test_custom_world_can_mark_trained_messages(renderer):
     assert sum(flagged.trains) < sum(plain.trains)
     with pytest.raises(UserError, match="has no trained message"):
         dialogue_row(renderer, Dialogue(said[:2], (look,)))
+
+
+def test_a_file_is_read_once_and_again_after_a_change(tmp_path, monkeypatch):
+    file, reads = tmp_path / "data.jsonl", []
+    monkeypatch.setattr(sources, "read_sft_data", lambda path: reads.append(path) or read_sft_data(path))
+    config, world = load_config("functions", ["--sft.data", str(file)]), functions()
+    for text in ("one", "another"):
+        write(file, {"text": text})
+        for _ in range(3):
+            check_sources(config, world)
+            assert next(dialogues(config, world))[0].messages[0]["content"] == text
+    assert len(reads) == 2
 
 
 def test_data_class_is_inferred_from_messages_unless_set():

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import io
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from functools import lru_cache
 from typing import TYPE_CHECKING, Protocol
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from transformers import BatchFeature, PreTrainedModel
 
 _CACHED_IMAGES = 256
+_CACHED_PIXEL_BYTES = 2**28
 _TOLERANCE = {torch.float64: 1e-6, torch.float32: 1e-3}
 _COARSE_TOLERANCE = 0.1
 """Largest accepted difference in log-probability, for logits of a usual size."""
@@ -50,6 +51,19 @@ class ImageTokens:
         self.processor = processor
         self.text, self.token_id = str(processor.image_token), processor.image_token_id
         self.expand = lru_cache(_CACHED_IMAGES)(self._expand)
+        self._inputs = OrderedDict[Image, Mapping[str, Tensor]]()
+        self._num_bytes = 0
+
+    def inputs(self, image: Image) -> Mapping[str, Tensor]:
+        """Return `pixels` of an image alone, kept for the latest images. Raises UserError as `pixels`."""
+        found = self._inputs.pop(image, None)
+        if found is None:
+            found = self.pixels(image)
+            self._num_bytes += _size(found)
+        self._inputs[image] = found
+        while self._num_bytes > _CACHED_PIXEL_BYTES:
+            self._num_bytes -= _size(self._inputs.popitem(last=False)[1])
+        return found
 
     def pixels(self, image: Image, before: str = "", after: str = "") -> Mapping[str, Tensor]:
         """Return the model inputs of a text with one image. Raises UserError if the processor rejects the image."""
@@ -63,7 +77,7 @@ class ImageTokens:
         return given
 
     def _expand(self, image: Image) -> tuple[int, ...]:
-        return self.named(self.pixels(image)["input_ids"][0].tolist(), image)
+        return self.named(self.inputs(image)["input_ids"][0].tolist(), image)
 
     def named(self, ids: Sequence[int], image: Image) -> tuple[int, ...]:
         """Return ids in which the placeholders are the tokens of the image. Raises UserError if there are too many."""
@@ -96,33 +110,55 @@ class ImageEmbedding(nn.Embedding):
             return super().forward(input)
         rows = super().forward(torch.where(is_image, 0, input))
         names, places = (input - IMAGE_IDS) // MAX_PLACES, input % MAX_PLACES
-        for digest in sorted(set(names[is_image].tolist())):
+        for digest, features in self._features_of(sorted(set(names[is_image].tolist()))).items():
             own = is_image & (names == digest)
-            rows = rows.index_put((own,), self._features_of(digest)[places[own]].to(rows.dtype))
+            rows = rows.index_put((own,), features[places[own]].to(rows.dtype))
         return rows
 
-    def _features_of(self, digest: int) -> Tensor:
-        """Return the features `[N, H]` of an image."""
+    def _features_of(self, digests: Sequence[int]) -> Mapping[int, Tensor]:
+        """Return the features `[N, H]` of images: of all together for a gradient, otherwise of each by itself."""
         if torch.is_grad_enabled():
-            return self._compute(image_of_digest(digest))
+            return dict(zip(digests, self._compute([image_of_digest(one) for one in digests]), strict=True))
         weights = sum(parameter._version for parameter in self._owner[0].parameters())
         if weights != self._weights:
             self._features.clear()
             self._weights = weights
-        if digest not in self._features:
-            self._features[digest] = self._compute(image_of_digest(digest))
-        self._features.move_to_end(digest)
-        while len(self._features) > _CACHED_IMAGES:
-            self._features.popitem(last=False)
-        return self._features[digest]
+        found: dict[int, Tensor] = {}
+        for digest in digests:
+            own = self._features.pop(digest, None)
+            found[digest] = self._features[digest] = self._compute([image_of_digest(digest)])[0] if own is None else own
+            while len(self._features) > _CACHED_IMAGES:
+                self._features.popitem(last=False)
+        return found
 
-    def _compute(self, image: Image) -> Tensor:
+    def _compute(self, images: Sequence[Image]) -> list[Tensor]:
+        """Return the features of images, in one pass for those whose inputs have the same shapes."""
         model = self._owner[0]
         names = inspect.signature(model.get_image_features).parameters
-        inputs = {name: value for name, value in self.images.pixels(image).items() if name in names}
-        found = model.get_image_features(**_placed(inputs, model)).pooler_output
-        parts = [found] if isinstance(found, Tensor) else list(found)
-        return torch.cat([part.flatten(0, -2) for part in parts])
+        groups: dict[Hashable, dict[int, Mapping[str, Tensor]]] = {}
+        for number, image in enumerate(images):
+            inputs = {name: value for name, value in self.images.inputs(image).items() if name in names}
+            groups.setdefault(_group_of(inputs, image), {})[number] = inputs
+        found: dict[int, Tensor] = {}
+        for group in groups.values():
+            joined = {name: torch.cat([one[name] for one in group.values()]) for name in next(iter(group.values()))}
+            output = model.get_image_features(**_placed(joined, model)).pooler_output
+            parts = [output] if isinstance(output, Tensor) else list(output)
+            found |= zip(group, torch.cat([part.flatten(0, -2) for part in parts]).chunk(len(group)), strict=True)
+        return [found[number] for number in range(len(images))]
+
+
+def _group_of(inputs: Mapping[str, Tensor], image: Image) -> Hashable:
+    """Return what images in one pass share: shapes, and the values that may change the number of tokens.
+
+    An image of zeros is alone: some models take it for padding.
+    """
+    known = [v.shape if v.is_floating_point() else (v.shape, v.numpy().tobytes()) for v in inputs.values()]
+    return (*inputs, *known, *(image.digest for v in inputs.values() if not v.any()))
+
+
+def _size(inputs: Mapping[str, Tensor]) -> int:
+    return sum(value.nbytes for value in inputs.values())
 
 
 def image_tokens(model: PreTrainedModel) -> ImageTokens | None:

@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 from pathlib import Path
 
 from ludus.chat.render import Renderer, document_tokens, render_dialogue
@@ -18,7 +19,7 @@ from ludus.config.sections.stages import SftSource
 from ludus.envs.base import Demonstration, World, class_of, permutation
 from ludus.envs.registry import build_world
 from ludus.errors import UserError
-from ludus.training.datasets.files import DATA_CLASSES, FileText, read_sft_data
+from ludus.training.datasets.files import DATA_CLASSES, FileDialogue, FileText, read_sft_data
 from ludus.types import DataClass, Segment
 
 MAX_SKIPPED = 2000
@@ -52,7 +53,7 @@ class DialogueSource:
     def first(self, num: int) -> Iterator[Demonstration]:
         """Yield the first `num` dialogues of a world, or one pass over a file."""
         if self.settings.data is not None:
-            num = len(read_sft_data(Path(self.settings.data)))
+            num = len(_read_file(self.settings.data))
         return (dialogue for dialogue, _ in itertools.islice(self.stream(), num))
 
     def stream(self) -> Iterator[Labelled]:
@@ -79,7 +80,7 @@ class DialogueSource:
         """Yield the dialogues repeatedly: a file in a new order each time, a world with a new seed."""
         seed = f"{self.config.run.seed}:{self.name}" if self.name else str(self.config.run.seed)
         if self.settings.data is not None:
-            dialogues = read_sft_data(Path(self.settings.data))
+            dialogues = _read_file(self.settings.data)
             for epoch in itertools.count():
                 yield from (dialogues[i] for i in permutation(len(dialogues), f"sft:{seed}", epoch))
         world = require_demonstrations(self.world)
@@ -91,6 +92,19 @@ class DialogueSource:
                 yield dialogue
             if empty:
                 raise UserError(f"{self.title} has no dialogue.", "Remove the source.")
+
+
+def _read_file(data: str) -> Sequence[FileDialogue | FileText]:
+    """Return the dialogues of a file, which is read again only if it has changed; or those of another source."""
+    if not (path := Path(data)).is_file():
+        return read_sft_data(path)
+    state = path.stat()
+    return _read_version(path, state.st_mtime_ns, state.st_size)
+
+
+@lru_cache(4)
+def _read_version(path: Path, changed_ns: int, size: int) -> Sequence[FileDialogue | FileText]:
+    return read_sft_data(path)
 
 
 def sources_of(config: Config, world: World) -> list[DialogueSource]:

@@ -34,10 +34,14 @@ class Element(NamedTuple):
 
 
 class Line(NamedTuple):
-    """A line of a page; consecutive lines with `in_table` are the rows of a table."""
+    """A line of a page; consecutive lines with `in_table` are the rows of a table.
+
+    `color` is a CSS color behind a row, which documents show and trees do not; empty means none.
+    """
 
     elements: Sequence[Element]
     in_table: bool = False
+    color: str = ""
 
 
 @dataclass(frozen=True)
@@ -116,7 +120,8 @@ def as_html(page: SitePage, items: Sequence[Element]) -> str:
             lines.append("<table>" if line.in_table else "</table>")
             in_table = line.in_table
         cells = [f"<td>{one}</td>" for one in shown] if in_table else shown
-        lines.append(f"<tr>{''.join(cells)}</tr>" if in_table else f"<p>{' '.join(cells)}</p>")
+        row = f'<tr style="background: {line.color}">' if line.color else "<tr>"
+        lines.append(f"{row}{''.join(cells)}</tr>" if in_table else f"<p>{' '.join(cells)}</p>")
     return "\n".join(lines + ["</table>"] * in_table)
 
 

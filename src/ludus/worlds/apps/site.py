@@ -60,7 +60,8 @@ class SiteTable(_Data):
     """A table. Its columns are texts, except `choices`, `flags` (`yes` or `no`) and `links` to rows of other tables.
 
     A list shows the columns `listed`, the first as a link; the page of a row those of `shown`. Lists show the rows of
-    one value of the column `group`, or else have a search field. Other rows have columns that are not shown.
+    one value of the column `group`, or else have a search field. The column `color` is the CSS color of a row in lists.
+    Other rows have columns that are not shown.
     """
 
     title: str
@@ -70,6 +71,7 @@ class SiteTable(_Data):
     flags: tuple[str, ...] = ()
     links: Mapping[str, str] = {}
     group: str = ""
+    color: str = ""
     new: ActionSpec | None = None
     actions: tuple[ActionSpec, ...] = ()
     rows: tuple[RowsSpec, ...]
@@ -202,7 +204,7 @@ class Site:
         for id_, row in rows[:MAX_ROWS]:
             link = Element("link", row.get(spec.listed[0], "") or "-", target=f"/{table}/{id_}")
             others = (Element("text", row[column]) for column in spec.listed[1:] if row.get(column))
-            lines.append(Line([link, *others], in_table=True))
+            lines.append(Line([link, *others], in_table=True, color=row.get(spec.color, "")))
         if not rows:
             lines.append(Line([Element("text", "Nothing here.")]))
         if spec.new is not None:

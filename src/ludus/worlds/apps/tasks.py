@@ -17,6 +17,7 @@ from typing import NamedTuple
 
 from pydantic import BaseModel, ConfigDict
 
+from ludus.errors import ConfigError
 from ludus.worlds.apps.site import Row, Site, SiteStep, SiteTable, State, Tables, perform
 
 SPLITS: Mapping[str, float] = {"train": 0.6, "validation": 0.1, "test": 0.2, "composition": 0.1}
@@ -130,15 +131,34 @@ def is_held_out(value: str) -> bool:
     return random.Random(f"held out:{value}").random() < HELD_OUT
 
 
+def templates(name: str, levels: Sequence[int], families: Sequence[str]) -> list[TaskSpec]:
+    """Return the templates of compositions, and the others with one of the levels and families (empty: all).
+
+    Raises ConfigError if there are no others, or for an unknown family.
+    """
+    found = [t for t in site_spec(name).tasks if not t.composition]
+    known = {t.family: None for t in found if t.level in levels}
+    if unknown := [one for one in families or known or ("",) if one not in known]:
+        raise ConfigError(
+            f"{name} has no tasks of the levels {', '.join(map(str, levels))} in the family {unknown[0]!r}.",
+            f"Families of these levels: {', '.join(known) or 'none'}; see env.settings.levels and families.",
+        )
+    return [
+        t for t in site_spec(name).tasks if t.composition or (t.level in levels and t.family in (families or known))
+    ]
+
+
 def goals(
-    name: str, split: str, levels: Sequence[int], hostile: float, seed: int
+    name: str, split: str, chosen: Sequence[TaskSpec], hostile: float, seed: int
 ) -> Iterator[tuple[TaskSpec, SiteGoal]]:
-    """Yield tasks of a split without end, always in the same order; a fraction `hostile` has hostile texts."""
+    """Yield tasks of a split without end, always in the same order; a fraction `hostile` has hostile texts.
+
+    `chosen` are the templates of all splits.
+    """
     spec, rng = site_spec(name), random.Random(f"{name}:{split}:{seed}")
-    is_composition = split == "composition"
-    templates = [t for t in spec.tasks if t.composition == is_composition and (is_composition or t.level in levels)]
+    own = [t for t in chosen if t.composition == (split == "composition")]
     while True:
-        template = rng.choice(templates)
+        template = rng.choice(own)
         for _ in range(NUM_DATABASES):
             tables = draw_tables(spec, rng)
             if rng.random() < hostile:

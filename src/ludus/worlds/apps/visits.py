@@ -15,8 +15,6 @@ if TYPE_CHECKING:
 
 KEYS = ("Enter", "Tab", "Backspace", "Delete", "Escape", "Space", "ArrowUp", "ArrowDown", "ArrowLeft", "ArrowRight")
 """Keys of the action `press`."""
-SIZE = (640, 480)
-"""Width and height of the page in a browser."""
 _ITEMS = "a[href], button, input, select"
 _NAVIGATES = """([x, y, key]) => {
   const node = key ? document.activeElement : document.elementFromPoint(x, y);
@@ -34,17 +32,17 @@ class VisitAction(NamedTuple):
     y: int = 0
 
 
-def parse_action(text: str, has_pixels: bool) -> VisitAction | None:
-    """Return the action in a text, or None; `has_pixels` allows the actions of a browser."""
+def parse_action(text: str, size: tuple[int, int] | None = None) -> VisitAction | None:
+    """Return the action in a text, or None; `size`, width and height in pixels, allows the actions of a browser."""
     verb, _, rest = text.strip().partition(" ")
     verb, first, second = verb.lower(), *rest.strip().partition(" ")[::2]
-    if has_pixels and verb == "write":
+    if size and verb == "write":
         return VisitAction("write", text=clean(rest))
-    if has_pixels and verb == "press" and rest.strip() in KEYS:
+    if size and verb == "press" and rest.strip() in KEYS:
         return VisitAction("press", text=rest.strip())
-    if has_pixels and (verb, first) == ("click", "at"):
+    if size and (verb, first) == ("click", "at"):
         numbers = [_number(word) for word in second.split()]
-        is_point = len(numbers) == 2 and 0 <= numbers[0] < SIZE[0] and 0 <= numbers[1] < SIZE[1]
+        is_point = len(numbers) == 2 and 0 <= numbers[0] < size[0] and 0 <= numbers[1] < size[1]
         return VisitAction("point", numbers[0], y=numbers[1]) if is_point else None
     if verb in ("back", "done"):
         return VisitAction(verb) if not rest else None
@@ -62,8 +60,10 @@ class SiteVisit(ABC):
     `items` are the interactive elements of the current page with their values, `history` the paths of earlier pages.
     """
 
-    has_pixels = False
-    """Whether the actions of a browser are possible."""
+    size: tuple[int, int] | None = None
+    """Width and height of the page in pixels; None without a browser."""
+    has_tree = True
+    """Whether observations contain the page as text."""
 
     def __init__(self, site: Site) -> None:
         self.site, self.path = site, "/"
@@ -107,7 +107,7 @@ class SiteVisit(ABC):
         self._apply(action, item)
         if self.path != path:
             self.history.append(path)
-        if item is None or item.role in ("link", "button"):
+        if item is None or item.role in ("link", "button") or not self.has_tree:
             return self.read()
         return as_item(self.items[action.number - 1], action.number)
 
@@ -152,15 +152,14 @@ class TabVisit(SiteVisit):
     Without `has_tree` the observation is the screenshot alone.
     """
 
-    has_pixels = True
-
-    def __init__(self, site: Site, browser: SiteBrowser, has_tree: bool) -> None:
+    def __init__(self, site: Site, browser: SiteBrowser, size: tuple[int, int], has_tree: bool) -> None:
         super().__init__(site)
-        self._has_tree, self._tab, self._text = has_tree, browser.open(site, size=SIZE), ""
+        self.size, self.has_tree, self._shown = size, has_tree, f"{size[0]} x {size[1]}"
+        self._tab, self._text = browser.open(site, size=size), ""
         self._scan()
 
     def read(self) -> str:
-        return self._text if self._has_tree else f"Screenshot of {SIZE[0]} x {SIZE[1]} pixels."
+        return self._text if self.has_tree else f"Screenshot of {self._shown} pixels."
 
     def screenshot(self) -> bytes:
         """Return a PNG of the page."""

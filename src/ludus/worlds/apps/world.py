@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
-from typing import Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -23,25 +23,31 @@ from ludus.rewards.base import truth_of
 from ludus.types import Message, Task
 from ludus.worlds.apps.pages import as_html, as_tree
 from ludus.worlds.apps.site import SiteStep, pending, perform, step_action
-from ludus.worlds.apps.tasks import SPLITS, SiteGoal, SiteSpec, goals, site_spec
+from ludus.worlds.apps.tasks import SPLITS, SiteGoal, SiteSpec, goals, site_spec, templates
 from ludus.worlds.apps.visits import SiteVisit, TabVisit, TreeVisit, parse_action
 from ludus.worlds.browser import BrowserSettings, BrowserWorld, SiteBrowser
 
-Rendering = Literal["tree", "html", "browser", "screenshot"]
+Rendering = Literal["tree", "html", "browser", "screenshot", "both"]
 ACTIONS = "click N, type N text, select N option, back, done"
 PIXEL_ACTIONS = f"{ACTIONS}, click at X Y, press KEY, write text"
 SYSTEM = "Do the task with the applications. Reply with one action: {}."
-IN_BROWSER: Sequence[Rendering] = ("browser", "screenshot")
+IN_BROWSER: Sequence[Rendering] = ("browser", "screenshot", "both")
+PICTURES: Sequence[Rendering] = ("screenshot", "both")
 
 
 class AppsSettings(BrowserSettings):
     """Settings of the worlds gui and web (`env.settings`)."""
 
     observation: Rendering = "tree"
-    """Pages as an accessibility tree, as HTML, as the tree of a document in Chromium, or as screenshots of Chromium."""
-    levels: tuple[Literal[1, 2, 3], ...] = Field((1, 2, 3), min_length=1)
-    """1: a named record, 2: a condition or a value to look up, 3: several applications. The split `composition` has
-    other combinations of these."""
+    """Pages as an accessibility tree, as HTML, as the tree of a document in Chromium, as screenshots of Chromium, or as
+    both of these."""
+    viewport: tuple[Annotated[int, Field(ge=64, le=4096)], Annotated[int, Field(ge=64, le=4096)]] = (640, 480)
+    """Width and height of pages in Chromium, in pixels."""
+    levels: tuple[Literal[1, 2, 3, 4], ...] = Field((1, 2, 3), min_length=1)
+    """1: a named record, 2: a condition or a value to look up, 3: several applications, 4 (only gui): a record named by
+    its color or highlighted, which pictures and HTML show. The split `composition` has other combinations of 1 to 3."""
+    families: tuple[str, ...] = ()
+    """Families of the tasks outside `composition`; empty means all of the levels."""
     hostile: float = Field(0.0, ge=0, le=1)
     """Fraction of the tasks in which records contain orders, HTML and scripts."""
     wrong_record: float = Field(0.2, ge=0, le=1)
@@ -66,7 +72,7 @@ class AppsSimulator(Simulator):
         if self._visit is None:
             kind = self._settings.observation
             if kind in IN_BROWSER:
-                self._visit = TabVisit(self.site, self._browser, kind == "browser")
+                self._visit = TabVisit(self.site, self._browser, self._settings.viewport, kind != "screenshot")
             else:
                 self._visit = TreeVisit(self.site, as_tree if kind == "tree" else as_html)
         return self._visit
@@ -78,7 +84,7 @@ class AppsSimulator(Simulator):
     def step(self, action: str) -> Observation:
         """Apply an action; `done` ends the episode."""
         visit = self.visit
-        parsed = parse_action(action, visit.has_pixels)
+        parsed = parse_action(action, visit.size)
         if parsed is not None and parsed.verb == "done":
             self.success = float(self.site.state == self._goal.final)
             return Observation("", self.success, done=True)
@@ -104,7 +110,7 @@ class AppsSimulator(Simulator):
         return step_action(self.site, self.visit.path, self.visit.items, left[0])
 
     def image(self) -> bytes | None:
-        return self.visit.screenshot() if self._settings.observation == "screenshot" else None
+        return self.visit.screenshot() if self._settings.observation in PICTURES else None
 
     def state_key(self) -> str:
         return f"{self.visit.path} {[one.value for one in self.visit.items]} {self.site.state}"
@@ -194,17 +200,21 @@ def _make_world(name: str, settings: AppsSettings) -> AppsWorld:
 
 
 def make_tasks(name: str, settings: AppsSettings, browser: SiteBrowser) -> dict[str, list[Task]]:
-    """Return the tasks of a world by split; equal settings return equal tasks."""
+    """Return the tasks of a world by split; equal settings return equal tasks.
+
+    Raises ConfigError if no task has these levels and families.
+    """
     renders = "html" if settings.observation == "html" else "tree"
     shown = settings.model_copy(update={"observation": renders})
     system = SYSTEM.format(PIXEL_ACTIONS if settings.observation in IN_BROWSER else ACTIONS)
+    chosen = templates(name, settings.levels, settings.families)
     lists: dict[str, list[Task]] = {}
     for split, fraction in SPLITS.items():
-        drawn = goals(name, split, settings.levels, settings.hostile, settings.seed)
+        drawn = goals(name, split, chosen, settings.hostile, settings.seed)
         lists[split] = []
         for number, (template, goal) in enumerate(islice(drawn, round(fraction * settings.num_tasks))):
             prompt = [Message(role="system", content=system)]
-            if settings.observation != "screenshot":
+            if settings.observation not in PICTURES:
                 first = AppsSimulator(goal, site_spec(name), shown, browser).reset()
                 prompt.append(Message(role="user", content=first))
             tags = {"split": split, "family": template.family, "level": str(template.level)}
