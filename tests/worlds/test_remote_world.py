@@ -344,7 +344,7 @@ def test_a_training_run_through_a_server_equals_a_local_one(tiny_run, tmp_path):
     world = str(Path(__file__).parents[1] / "tiny_world.py")
     recipe = make_recipe(tmp_path)
     text = recipe.read_text()
-    settings = f'name = "remote"\n[env.settings]\ncommand = {json.dumps(command(world))}\n'
+    settings = f'name = "remote"\nsettings = {{ command = {json.dumps(command(world))} }}\n'
     recipe.write_text(text.replace(f'name = "{world}"\n', settings))
     said = ludus("train", recipe, "--from-scratch", "--run.dir", tmp_path / "run")
     assert said.code == 0, said
