@@ -300,7 +300,8 @@ def _draw(probs: Tensor, rules: SamplingRules, steps: int | NDArray[np.uint64]) 
     """Invert the cumulative distribution of `probs` `[B, V]` at one uniform number per row.
 
     Returns tokens `[B]` and row sums `[B]`, float64. It searches the sums of blocks first, then one block per
-    row, since a cumulative sum over the vocabulary is the most expensive part of sampling.
+    row, since a cumulative sum over the vocabulary is the most expensive part of sampling. The terms of a block are
+    summed in the type of `probs`, blocks in float64.
     """
     rows, vocabulary = probs.shape
     blocks = torch.nn.functional.pad(probs, (0, -vocabulary % _BLOCK)).view(rows, -1, _BLOCK)
