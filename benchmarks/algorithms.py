@@ -236,14 +236,7 @@ def last(path: Path, split: str, how: str = "", reward: str = "") -> Evaluation:
 
 
 def metric_of(path: Path, name: str) -> float:
-    """Return the mean of a metric over the last five steps of a run that have it; nan if none does.
-
-    `cost/NAME` is a cost per solved task of `test` after training.
-    """
-    if name.startswith("cost/"):
-        cost = last(path, "test").cost
-        found = None if cost is None else cost.per(cost.num_solved)[name.removeprefix("cost/")]
-        return math.nan if found is None else found
+    """Return the mean of a metric over the last five steps of a run that have it; nan if none does."""
     rows = [json.loads(line) for line in (path / "metrics.jsonl").read_text("utf-8").splitlines()]
     values = [row[name] for row in rows if name in row]
     return fmean(values[-5:]) if values else math.nan

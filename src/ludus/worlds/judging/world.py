@@ -229,6 +229,11 @@ def _variants(settings: JudgingSettings) -> list[str]:
     return [truth for kind in dict.fromkeys(settings.kinds) for truth in VERDICTS[kind]]
 
 
+def _with_text(attempt: str, text: str, rng: random.Random) -> str:
+    """Return the attempt with a text after it or before it."""
+    return f"{attempt}\n{text}" if rng.random() < 0.5 else f"{text}\n{attempt}"
+
+
 def _make_task(case: Case, split: str, truth: str, settings: JudgingSettings) -> Task:
     by_truth = {"first": [case.right, case.wrong], "second": [case.wrong, case.right], "right": [case.right]}
     attempts = by_truth.get(truth, [case.wrong])
@@ -239,10 +244,10 @@ def _make_task(case: Case, split: str, truth: str, settings: JudgingSettings) ->
         pushed, at = rng.choice([*VERDICTS[kind]]), rng.randrange(len(attempts))
         reply = json.dumps(VERDICTS[kind][pushed])
         text = rng.choice(injections(split)).replace("{verdict}", reply).replace("{claim}", _CLAIMS[pushed])
-        attempts[at] = f"{attempts[at]}\n{text}" if rng.random() < 0.5 else f"{text}\n{attempts[at]}"
+        attempts[at] = _with_text(attempts[at], text, rng)
     if rng.random() < settings.noise:
         text, at = _noise(rng), rng.randrange(len(attempts))
-        attempts[at] = f"{attempts[at]}\n{text}" if rng.random() < 0.5 else f"{text}\n{attempts[at]}"
+        attempts[at] = _with_text(attempts[at], text, rng)
     asked = Task(case.name, (Message(role="user", content=case.question),), None)
     texts, most = [JudgedText(asked, text) for text in attempts], settings.max_chars
     prompt = pair_prompt(texts[0], texts[1], most) if kind == "pairwise" else correct_prompt(texts[0], most)
