@@ -16,9 +16,9 @@ from chat_server import Reply, say, serving
 from ludus.cli.arguments import split_settings
 from ludus.cli.commands.doctor import (
     check_libraries,
-    check_sandbox,
     check_server,
     check_ulimits,
+    examine_sandbox,
     locked_versions,
     measure_embedded,
 )
@@ -44,7 +44,7 @@ def test_a_machine_without_sandbox_is_told_what_does_not_work(monkeypatch):
         raise WorldError("bwrap failed.", "Start the container with the option.")
 
     monkeypatch.setattr(registry, "try_sandbox", fail)
-    finding = check_sandbox()
+    finding = examine_sandbox()
     assert finding.state == "note"
     assert "environments that run programs do not work here: bwrap failed. Start the container" in finding.text
 

@@ -143,7 +143,7 @@ def examine(
     yield _hardware()
     yield _threads()
     yield _kernel()
-    yield check_sandbox()
+    yield examine_sandbox()
     checks = {"the shipped model": _sample_and_score} | ({"embedded engine": measure_embedded} if speed else {})
     for what, check in checks.items():
         try:
@@ -250,7 +250,7 @@ def _kernel() -> DoctorFinding:
     return DoctorFinding("attention kernel", "note", text)
 
 
-def check_sandbox() -> DoctorFinding:
+def examine_sandbox() -> DoctorFinding:
     """Run a program in a sandbox with the default settings; a note if that fails."""
     from ludus.config.sections.rollout import SandboxConfig
     from ludus.envs.registry import try_sandbox
