@@ -140,12 +140,26 @@ def test_checkpoint_size_estimate_matches_a_real_checkpoint(tiny_run):
     assert preflight.bytes_per_parameter(half) == 2 + 3 * 4  # weight, float32 copy, two moments in float32
 
 
-@pytest.mark.parametrize("targets", ["all-linear", '["q_proj", "down_proj"]'])
-def test_saved_adapter_parameter_count_matches_peft(model, targets):
+@pytest.mark.parametrize(
+    ("targets", "first"), [("all-linear", 0), ("all-linear", 1), ('["q_proj", "down_proj"]', 0), ('["q_proj"]', 1)]
+)
+def test_saved_adapter_parameter_count_matches_peft(model, targets, first):
     words = ["--model.path", str(model), "--model.lora.rank", "4", "--model.lora.target_modules", targets]
+    words += ["--model.lora.first_block", str(first)]
     policy = open_session(config := load_config("search", words)).model
     num = sum(weight.numel() for weight in policy.parameters() if weight.requires_grad)
     assert preflight.num_saved(config, dict(preflight.tensor_shapes(model))) == num
+
+
+def test_adapters_begin_at_the_first_block(model):
+    words = ["--model.path", str(model), "--model.lora.rank", "4", "--model.lora.first_block", "1"]
+    trained = [
+        name for name, p in open_session(load_config("search", words)).model.named_parameters() if p.requires_grad
+    ]
+    assert trained
+    assert {preflight.block_index(name, 0) for name in trained} == {1}
+    with pytest.raises(UserError, match="first_block is 2, but the model has 2 blocks"):
+        open_session(load_config("search", [*words[:-1], "2"]))
 
 
 def test_estimated_matrix_shapes_of_a_new_model_match_the_built_model(model, tmp_path, monkeypatch):

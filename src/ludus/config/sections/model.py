@@ -28,6 +28,8 @@ class LoraConfig(Section):
     """The update is scaled by alpha / rank."""
     target_modules: list[str] | Literal["all-linear"] = "all-linear"
     """Names of the linear layers with an adapter, or all-linear."""
+    first_block: int = Field(0, ge=0)
+    """Index of the first transformer block with adapters; the learner has no backward pass below it."""
     roles: list[str] = Field([])
     """Roles of agents with their own adapter, which only their tokens train; all other roles share one."""
 

@@ -49,7 +49,8 @@ class AdapterBank:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._pairs: dict[str, dict[str, LowRank]] = {}
-        self._active: list[tuple[dict[str, LowRank], Tensor | None]] = []
+        self._rounded: dict[str, tuple[int, dict[str, LowRank]]] = {}
+        self._active: list[tuple[Mapping[str, LowRank], Tensor | None]] = []
         self._hooks: dict[str, RemovableHandle] = {}
         self._model = model
         self.generation = 0
@@ -63,6 +64,9 @@ class AdapterBank:
             own.setdefault(adapter or DEFAULT, {})[layer] = pair
         for name, pairs in own.items():
             self._register(name, pairs)
+            if any(pair.down.dtype != self._layers[layer].weight.dtype for layer, pair in pairs.items()):
+                rounded = {layer: _to_layer(pair, self._layers[layer]) for layer, pair in pairs.items()}
+                self._rounded[name] = _num_changes(pairs), rounded
         if own:
             model.disable_adapter_layers()
         self._own_roles = [name for name in own if name != DEFAULT]
@@ -98,6 +102,7 @@ class AdapterBank:
 
     def unload(self, name: str) -> None:
         self._pairs.pop(name, None)
+        self._rounded.pop(name, None)
         self.generation += 1
 
     def close(self) -> None:
@@ -111,21 +116,34 @@ class AdapterBank:
         """Set the adapter ("": none) of each span of `counts` tokens for the next pass."""
         used = dict.fromkeys(name for name in names if name)
         if len(used) == len(set(names)) == 1:
-            self._active = [(self._pairs[names[0]], None)]
+            self._active = [(self._factors(names[0]), None)]
             return
         self._active = []
         for name in used:
             mask = torch.zeros(total, 1, dtype=torch.bool)
             spans = [other == name for other, count in zip(names, counts, strict=True) for _ in range(count)]
             mask[: len(spans), 0] = torch.tensor(spans)
-            self._active.append((self._pairs[name], mask.to(device)))
+            self._active.append((self._factors(name), mask.to(device)))
 
     def _register(self, name: str, pairs: dict[str, LowRank]) -> None:
         for layer in pairs:
             if layer not in self._hooks:
                 self._hooks[layer] = self._layers[layer].register_forward_hook(partial(self._add, layer))
         self._pairs[name] = pairs
+        self._rounded.pop(name, None)
         self.generation += 1
+
+    def _factors(self, name: str) -> Mapping[str, LowRank]:
+        """Return an adapter's factors in the precision of its layers: a 16-bit model's own, which have 32 bits, are
+        rounded again after a change, into the same memory."""
+        pairs = self._pairs[name]
+        if name not in self._rounded:
+            return pairs
+        changes, rounded = self._rounded[name]
+        if changes != (now := _num_changes(pairs)):
+            _copy_into(rounded, pairs)
+            self._rounded[name] = now, rounded
+        return rounded
 
     def _add(self, layer: str, module: nn.Module, args: tuple[Tensor, ...], y: Tensor) -> Tensor:
         """Return the layer's output with the adapters of this pass added (a forward hook)."""
@@ -134,10 +152,10 @@ class AdapterBank:
         for pairs, mask in self._active:
             pair = pairs.get(layer)
             if pair is not None:
-                hidden = linear(x, pair.down.to(x.dtype))  # the own adapters of a 16-bit model have 32 bits
+                hidden = linear(x, pair.down)
                 hidden = hidden if mask is None else hidden * mask
                 rows = y.view(-1, y.shape[-1])
-                rows.addmm_(hidden.view(len(rows), -1), pair.up.to(x.dtype).t(), alpha=pair.scaling)
+                rows.addmm_(hidden.view(len(rows), -1), pair.up.t(), alpha=pair.scaling)
         return y
 
 
@@ -150,8 +168,17 @@ def _pair(name: str, layer: str, parts: dict[str, Tensor], module: nn.Linear, sc
         raise SyncError(
             f"The adapter {name} has {tuple(up.shape)} x {tuple(down.shape)} for {layer}, whose weight is {shape}."
         )
-    weight = module.weight
-    return LowRank(down.detach().to(weight, copy=True), up.detach().to(weight, copy=True), scaling)
+    return _to_layer(LowRank(down, up, scaling), module)
+
+
+def _to_layer(pair: LowRank, layer: nn.Linear) -> LowRank:
+    """Return a copy in the layer's precision, on its device."""
+    down, up = (factor.detach().to(layer.weight, copy=True) for factor in (pair.down, pair.up))
+    return LowRank(down, up, pair.scaling)
+
+
+def _num_changes(pairs: Mapping[str, LowRank]) -> int:
+    return sum(pair.down._version + pair.up._version for pair in pairs.values())
 
 
 def _copy_into(memory: Mapping[str, LowRank], pairs: Mapping[str, LowRank]) -> bool:

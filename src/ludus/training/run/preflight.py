@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
@@ -73,7 +74,14 @@ def num_saved(config: Config, tensors: Mapping[str, Sequence[int]]) -> int:
         names = [name for name in layers if not name.endswith(others)]
     else:
         names = [name for name in layers if name.rpartition(".")[2] in lora.target_modules]
+    names = [name for name in names if block_index(name, lora.first_block) >= lora.first_block]
     return (1 + len(lora.roles)) * lora.rank * sum(sum(layers[name]) for name in names)
+
+
+def block_index(layer: str, default: int) -> int:
+    """Return the index of the transformer block that has a layer, by its name; `default` for a layer outside."""
+    found = re.search(r"\.(\d+)\.", layer)
+    return default if found is None else int(found[1])
 
 
 def init_shapes(init: ModelInitConfig) -> dict[str, tuple[int, ...]]:

@@ -39,7 +39,7 @@ from ludus.plugins import check_result, find_plugin
 from ludus.rollouts.ledger import Ledger
 from ludus.rollouts.reward_executor import ProcessRewardExecutor
 from ludus.rollouts.scheduler import SamplingPlan, Scheduler, engine_scheduler
-from ludus.training.run.preflight import check_rows, model_path
+from ludus.training.run.preflight import block_index, check_rows, model_path
 from ludus.training.run.run_dir import RunFolder, policy_path
 
 if TYPE_CHECKING:
@@ -221,16 +221,24 @@ def add_lora(model: PreTrainedModel, lora: LoraConfig) -> PreTrainedModel:
 
     The adapters of roles begin with the same factors as the default one.
     """
+    num_blocks = model.config.get_text_config().num_hidden_layers
+    if lora.first_block >= num_blocks:
+        raise UserError(
+            f"model.lora.first_block is {lora.first_block}, but the model has {num_blocks} blocks.",
+            f"Set it to at most {num_blocks - 1}.",
+        )
     try:
         from peft import LoraConfig as PeftConfig
         from peft import get_peft_model
     except ImportError as error:
         raise UserError("LoRA needs the package peft.", "Install it: pip install 'ludus[lora]'.") from error
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    lower = [name for name in linear if block_index(name, lora.first_block) < lora.first_block]
     config = PeftConfig(
         r=lora.rank,
         lora_alpha=lora.alpha,
         target_modules=lora.target_modules,
-        exclude_modules=other_layers(model) or None,
+        exclude_modules=[*other_layers(model), *lower] or None,
         task_type="CAUSAL_LM",
     )
     adapted = get_peft_model(model, config)

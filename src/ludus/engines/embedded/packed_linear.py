@@ -1,0 +1,51 @@
+"""Linear layers with weights that oneDNN has packed: the bits of torch's product of two matrices, packed only once.
+
+On a CPU, torch copies a bfloat16 weight into the processor's tile order in each product, which takes longer than the
+product itself if it has few rows.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+_ROWS = 16
+"""Rows of the products that weights are packed for; those of more rows have the same bits."""
+
+
+class PackedLinear(nn.Linear):
+    """A linear layer without gradient that keeps a packed copy of its weight, renewed if the weight has changed."""
+
+    def forward(self, input: Tensor) -> Tensor:
+        version = self.weight.data_ptr(), self.weight._version
+        kept = self.__dict__.get("packed")
+        if kept is None or kept[0] != version:
+            kept = version, torch.ops.mkldnn._reorder_linear_weight(self.weight.detach(), _ROWS)
+            self.__dict__["packed"] = kept
+        out: Tensor = torch.ops.mkldnn._linear_pointwise(input, kept[1], self.bias, "none", [], "")
+        return out
+
+    def __getstate__(self) -> dict[str, object]:
+        return {name: value for name, value in self.__dict__.items() if name != "packed"}
+
+
+def pack_linear(model: nn.Module) -> list[nn.Linear]:
+    """Switch a model's plain linear layers of bfloat16 on a CPU to `PackedLinear`; return them, for `unpack_linear`."""
+    layers = [m for m in model.modules() if type(m) is nn.Linear and _packs(m.weight)]
+    for layer in layers:
+        layer.__class__ = PackedLinear
+    return layers
+
+
+def unpack_linear(layers: Iterable[nn.Linear]) -> None:
+    """Restore layers changed by `pack_linear`."""
+    for layer in layers:
+        layer.__class__ = nn.Linear
+        layer.__dict__.pop("packed", None)
+
+
+def _packs(weight: Tensor) -> bool:
+    on_cpu = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not weight.requires_grad
+    return on_cpu and bool(torch.backends.mkldnn.enabled) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
