@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ludus.config import Config, config_from_toml, list_settings, load_config, to_toml
+from ludus.config.sections import model
 from ludus.config.sections.model import LoraConfig, ModelConfig
 from ludus.config.sections.rollout import EnvConfig, RolloutConfig
 from ludus.config.settings import NAME, find
@@ -422,3 +423,19 @@ def test_world_file_is_a_source_with_the_default_settings():
     assert config.env.name == f"{Path('examples/stock.py').absolute()}:make_world"
     assert config.training.steps == 3
     assert config.rollout == RolloutConfig()
+
+
+@pytest.mark.parametrize(
+    ("flags", "gpu", "expected"),
+    [("avx512f amx_bf16 amx_tile", False, True), ("avx512f avx512_bf16", False, False), ("sse2", True, True)],
+)
+def test_auto_dtype_is_bfloat16_if_the_machine_multiplies_matrices_in_it(flags, gpu, expected, tmp_path, monkeypatch):
+    (tmp_path / "cpuinfo").write_text(f"processor : 0\nflags\t\t: {flags}\n", encoding="utf-8")
+    if gpu:
+        (tmp_path / "nvidia0").touch()
+    assert model.multiplies_bfloat16(tmp_path / "cpuinfo", tmp_path / "nvidia0") is expected
+    assert not model.multiplies_bfloat16(tmp_path / "none", tmp_path / "none")
+    monkeypatch.setattr(model, "multiplies_bfloat16", lambda: expected)
+    config = load_config(None, ["--model.dtype", "auto"])
+    assert config.model.dtype == ("bfloat16" if expected else "float32")
+    assert "auto" not in to_toml(config).split("dtype")[1].split("\n")[0]

@@ -5,9 +5,10 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from ludus.config.sections.section import Section
 
@@ -17,6 +18,11 @@ def check_role_names(setting: str, roles: Sequence[str]) -> None:
     if invalid := [role for role in roles if not re.fullmatch(r"[\w-]+", role)]:
         allowed = "a role has letters, digits, - and _ only (solver, not solver:code or solver/0)"
         raise ValueError(f"{setting} has {invalid[0]!r}, but {allowed}")
+
+
+def multiplies_bfloat16(processor: Path = Path("/proc/cpuinfo"), gpu: Path = Path("/dev/nvidia0")) -> bool:
+    """Return whether the machine has a GPU or a CPU with matrix products in bfloat16, by the files that tell."""
+    return gpu.exists() or (processor.is_file() and " amx_bf16" in processor.read_text(encoding="utf-8"))
 
 
 class LoraConfig(Section):
@@ -79,7 +85,8 @@ class ModelConfig(Section):
     from_scratch: bool = False
     """Create tokenizer and model and run the cold start first, instead of loading a checkpoint."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Data type of the weights."""
+    """Data type of the weights; `auto` is bfloat16 with a GPU or a CPU that multiplies matrices in it (AMX), otherwise
+    float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of model and engine; `auto` is the GPU if there is one."""
     lora: LoraConfig | None = None
@@ -94,6 +101,11 @@ class ModelConfig(Section):
     frozen_roles: list[str] = Field([])
     """Roles of model.roles whose models sample and are not trained."""
     init: ModelInitConfig = ModelInitConfig()
+
+    @field_validator("dtype", mode="before")
+    @classmethod
+    def _choose_dtype(cls, value: object) -> object:
+        return value if value != "auto" else ("bfloat16" if multiplies_bfloat16() else "float32")
 
     @model_validator(mode="after")
     def _roles_are_names(self) -> Self:
