@@ -75,8 +75,8 @@ class EngineSettings:
     kernel."""
     draft_tokens: int | None = None
     """Maximum number of draft tokens of a sequence in one pass (speculative decoding, `drafts`), on a CPU with the
-    compiled kernel; 0 disables drafts. If unset, 8 if the engine is batch-invariant, so that drafts change no result,
-    otherwise 0."""
+    compiled kernel; 0 disables drafts. If unset, 8; but 0 if `batch_invariant` is set and the engine is not, since
+    drafts then change the rounding of results."""
     max_requests: int = 0
     """Maximum number of running and waiting requests; further ones raise `EngineBusy`. 0: unlimited."""
     recompute_on_update: bool = True
@@ -384,7 +384,7 @@ def _make_scheduler(
     invariant = settings.batch_invariant and forward.compiled and forward.dtype == torch.float32
     scheduler.block = forward.block_for(pass_tokens) if invariant else 1
     if forward.compiled:
-        default = _DRAFT_TOKENS if invariant else 0
+        default = 0 if settings.batch_invariant and not invariant else _DRAFT_TOKENS
         scheduler.drafts = DraftIndex(default if settings.draft_tokens is None else settings.draft_tokens)
     return scheduler, invariant
 
