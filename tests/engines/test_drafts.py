@@ -103,6 +103,6 @@ def test_a_repeated_request_needs_a_ninth_of_the_passes():
     (torch.bfloat16, replace(SMALL, draft_tokens=4), 4),
     (torch.float32, replace(SMALL, batch_invariant=False), 8),
 ])  # fmt: skip
-def test_drafts_are_off_by_default_only_where_they_would_break_reproducibility(dtype, settings: EngineSettings, longest):
+def test_drafts_are_off_by_default_only_if_they_break_reproducibility(dtype, settings: EngineSettings, longest):
     engine = LocalEngine(build().to(dtype), settings=settings)
     assert engine._scheduler.drafts.longest == (longest if engine._scheduler.runner.compiled else 0)

@@ -357,8 +357,8 @@ class EngineConfig(Section):
     """Running and waiting requests of an embedded engine; more are rejected and retried later. 0 is unlimited."""
     draft_tokens: int | None = Field(None, ge=0, le=64)
     """Maximum number of draft tokens of a request in one pass of the embedded engine on a CPU (speculative decoding
-    from earlier text); 0: none. If unset, 8; but 0 for reproducible runs of an engine that is not batch-invariant, where
-    a resumed run would sample other tokens than one that was not interrupted."""
+    from earlier text); 0: none. If unset, 8; but 0 for reproducible runs of an engine that is not batch-invariant,
+    where a resumed run would sample other tokens than one that was not interrupted."""
     weight_delta: bool = False
     """With broadcast_host, send only changed weights; this keeps a copy of the last ones."""
 
