@@ -122,6 +122,13 @@ def test_expert_solves_and_demonstrations_have_flaws():
     assert all(play(world, task, [m["content"] for m in one])[1]["success"] == 0 for one in world.cheats(task).values())
 
 
+def test_every_demonstration_has_a_trained_message():
+    shown = list(itertools.islice(world_of([], flaw=1.0, flaws_train=False).demonstrations(0), 60))
+    trained = [[t for m, t in zip(one.messages, one.trains, strict=True) if m["role"] == "assistant"] for one in shown]
+    assert all(any(one) for one in trained)
+    assert not all(all(one) for one in trained)
+
+
 def test_world_without_expert_has_no_demonstrations():
     world = world_of([], has_expert=False)
     assert not world.implements("demonstrations")

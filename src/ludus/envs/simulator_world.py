@@ -269,6 +269,8 @@ def play_expert(
 ) -> Dialogue | None:
     """Return an episode of the simulator's expert, and close it; None without an expert, or if it does not end.
 
+    An episode whose messages are all excluded from the loss is None as well.
+
     With probability `flaw` an action is a random one instead, in the loss if `flaws_train`.
     """
     try:
@@ -281,12 +283,13 @@ def play_expert(
             said = assistant(action)
             if rng is not None and options and rng.random() < flaw:
                 said = assistant(rng.choice(options))
-                if not flaws_train:
+                if said["content"] != action and not flaws_train:
                     said["train"] = False
             messages.append(said)
             seen = simulator.step(said["content"])
             if seen.done:
-                return Dialogue(tuple(messages), ())
+                trained = any(one["role"] == "assistant" and one.get("train", True) for one in messages)
+                return Dialogue(tuple(messages), ()) if trained else None
             messages.append(_message(simulator, seen.text))
         return None
     finally:
