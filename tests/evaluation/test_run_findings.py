@@ -197,6 +197,13 @@ def planted_findings(fault):
     return examine_run(replace(HEALTHY, **change))
 
 
+def test_gap_of_rounding_in_bfloat16_is_no_fault():
+    rows = with_end(2, sync__probe_gap=0.3)
+    half = replace(HEALTHY, rows=rows, config=changed("model", dtype="bfloat16"))
+    assert any("weight sync" in str(one) for one in examine_run(replace(HEALTHY, rows=rows)))
+    assert not any("weight sync" in str(one) for one in examine_run(half))
+
+
 def test_a_healthy_run_has_no_finding():
     assert examine_run(HEALTHY) == []
 

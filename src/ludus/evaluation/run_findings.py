@@ -208,7 +208,7 @@ def check_loss(run: RunData) -> Iterator[Finding]:
 def check_sampling(run: RunData) -> Iterator[Finding]:
     """Check the weights of the engine, the temperature and identical attempts."""
     gap = max(run.recent("sync/probe_gap"), default=0.0)
-    if gap > (run.config.training.sync_tolerance or 1e-3):
+    if gap > run.config.training.probe_tolerance(run.config.model.dtype):
         yield _finding("stale_engine", gap=gap)
     names = ("policy/entropy", "policy/sampled_entropy")
     both = [row for row in run.rows if all(name in row for name in names)][-_RECENT:]

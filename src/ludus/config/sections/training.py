@@ -87,7 +87,7 @@ class TrainingConfig(OptimizerSection):
     """Number of checkpoints to keep."""
     sync_tolerance: float | None = Field(None, gt=0)
     """Largest difference of probe log-probabilities between learner and engine after a weight update, in nats. If
-    unset, 0.001, and 0.5 with bfloat16 weights, whose rounding alone differs by up to 0.3."""
+    unset, 0.001, and 1 with bfloat16 weights, whose rounding alone differs by up to 0.6."""
     sync_timeout_s: float = Field(300.0, gt=0)
     """Timeout of a weight update including the probe, seconds; then the run stops."""
     learner: LearnerConfig = LearnerConfig()
@@ -102,6 +102,10 @@ class TrainingConfig(OptimizerSection):
     def off_policy(self) -> bool:
         """Whether rollouts come from older weights than those they train."""
         return self.mode != "sync"
+
+    def probe_tolerance(self, dtype: str) -> float:
+        """Return `sync_tolerance`, or its default for weights of this data type."""
+        return self.sync_tolerance or (1.0 if dtype == "bfloat16" else 1e-3)
 
 
 class ReplayConfig(Section):

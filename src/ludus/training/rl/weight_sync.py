@@ -29,9 +29,6 @@ if TYPE_CHECKING:
 
     from ludus.training.rl.train_step import ComputeDispatch
 
-_TOLERANCE, _TOLERANCE_BFLOAT16 = 1e-3, 0.5
-"""Tolerances of the probe in nats. See docs/understand/engine.md for the differences as measured."""
-
 
 @dataclass(frozen=True, slots=True)
 class Expected:
@@ -65,7 +62,7 @@ class WeightSync:
     model: PreTrainedModel
     engine: Engine
     probe: tuple[int, ...]
-    tolerance: float = _TOLERANCE
+    tolerance: float = 1e-3
     deadline_s: float = 300.0
     ranks: Collectives = ONE_PROCESS
     others: tuple[WeightSync, ...] = ()
@@ -81,8 +78,8 @@ class WeightSync:
         ranks: Collectives = ONE_PROCESS,
     ) -> WeightSync:
         training = config.training
-        default = _TOLERANCE_BFLOAT16 if config.model.dtype == "bfloat16" else _TOLERANCE
-        return cls(model, engine, probe, training.sync_tolerance or default, training.sync_timeout_s, ranks)
+        tolerance = training.probe_tolerance(config.model.dtype)
+        return cls(model, engine, probe, tolerance, training.sync_timeout_s, ranks)
 
     async def publish(self, version: int) -> float:
         """Send the weights as `version` and check them; they must not change meanwhile. Return the gap on the probe."""
