@@ -101,5 +101,5 @@ def test_shipped_cold_start_matches_the_model_shape_of_its_recipe():
 
 
 def test_shipped_cold_starts_are_at_most_60_megabytes():
-    files = [file for recipe in list_recipes() for file in recipe.cold_start.rglob("*") if file.is_file()]
+    files = {file for recipe in list_recipes() for file in recipe.cold_start.rglob("*") if file.is_file()}
     assert 0 < sum(file.stat().st_size for file in files) <= 60e6

@@ -29,6 +29,8 @@ class Recipe:
     memory_mb: int | None = None
     learns: str = "not measured"
     needs: str = ""
+    cold_start_of: str = ""
+    """The recipe whose cold start it shares; if empty, its own."""
 
     @property
     def config(self) -> Path:
@@ -38,7 +40,8 @@ class Recipe:
     @property
     def cold_start(self) -> Path:
         """The folder of its packaged cold start, which may not exist."""
-        return self.folder / "cold_start"
+        folder = self.folder.parent / self.cold_start_of if self.cold_start_of else self.folder
+        return folder / "cold_start"
 
 
 def list_recipes() -> list[Recipe]:
