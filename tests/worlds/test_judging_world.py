@@ -1,6 +1,7 @@
 """The judging world: balanced verdicts, injections, delimiters, verdict parsing, and recorded rollouts."""
 
 import json
+import random
 import re
 from collections import Counter
 from fractions import Fraction
@@ -17,6 +18,7 @@ from ludus.rollouts.ledger import RolloutOutcome
 from ludus.rollouts.rollout_files import RolloutRecord, rollouts_path, write_rollouts
 from ludus.tools.calculator import calculate
 from ludus.types import Message, Segment, StopReason, Task, Trajectory
+from ludus.worlds.judging.cases import Case, evidence, rare_words, renamed
 from ludus.worlds.judging.world import VERDICTS, given_verdict, injections, make_judging_world
 
 WORLD = make_judging_world({"num_tasks": 1200, "levels": [1, 2, 3]}, ToolLimits())
@@ -71,6 +73,45 @@ def test_injections_push_both_verdicts_and_tests_have_other_phrasings():
     assert not any(task.tags["pushed"] for task in none.tasks("train"))
 
 
+def test_reasons_quote_the_answer_and_the_line_that_supports_it_best():
+    def attempt(answer, *results):
+        tools = [Message(role="tool", content=text, tool_call_id="c", name="search") for text in results]
+        return evidence("What is the currency of Japan?", [*tools, Message(role="assistant", content=answer)])
+
+    pages = ("Tokyo is in Japan.\nYen and Won are short words.", "The currency of Japan is the yen.\nWon is a word.")
+    assert attempt("Yen", *pages) == "Answer: Yen\nFound: The currency of Japan is the yen."
+    assert attempt("Tokyo", *pages) == "Answer: Tokyo\nFound: Tokyo is in Japan."
+    assert attempt("Euro", *pages) == "Answer: Euro\nFound: nothing"
+    assert len(attempt("x" * 900, "x" * 1000)) < 250
+
+
+def test_renamed_cases_have_other_rare_words_everywhere():
+    names = [f"{a}{b}{n}" for n in range(3) for a in ("Al", "Bor", "Cen", "Du") for b in ("a", "ol", "im", "us", "e")]
+    cases = [
+        Case(
+            name,
+            f"Who lives in {name}?",
+            f"{name}: {n + 1000} people",
+            f"{n + 2000} people",
+            (f"{name}: {n + 1000}", ""),
+        )
+        for n, name in enumerate(names)
+    ]
+    rare = rare_words(cases)
+    assert {"lives", "people", "Who"}.isdisjoint(rare)
+    assert set(rare["1001"]) == {str(n + more) for n in range(60) for more in (1000, 2000)}
+    rng = random.Random(0)
+    for case in cases:
+        new = renamed(case, rare, rng)
+        name = re.fullmatch(r"Who lives in (\w+)\?", new.question)[1]
+        right = re.fullmatch(rf"{name}: (\d+) people", new.right)[1]
+        wrong = re.fullmatch(r"(\d+) people", new.wrong)[1]
+        assert new.checks == (f"{name}: {right}", "")
+        assert right != wrong
+        assert name[:2] == case.question[13:15]
+    assert sum(renamed(case, rare, rng).question != case.question for case in cases) > 30
+
+
 def test_copies_of_training_cases_differ_in_the_added_text():
     world = make_judging_world({"num_tasks": 40, "noise": 1.0, "copies": 3}, ToolLimits())
     once = make_judging_world({"num_tasks": 40, "noise": 1.0}, ToolLimits())
@@ -86,7 +127,9 @@ def test_irrelevant_text_is_in_a_share_of_the_attempts():
     longer = [(attempts_of(a), attempts_of(b)) for a, b in pairs if a.prompt != b.prompt]
     assert len(longer) / len(pairs) == pytest.approx(0.5, abs=0.05)
     assert all(sum(old != new for old, new in zip(a, b, strict=True)) == 1 for a, b in longer)
-    assert all(old in new for a, b in longer for old, new in zip(a, b, strict=True))
+    for old, new in ((old, new) for a, b in longer for old, new in zip(a, b, strict=True)):
+        rest = iter(new.split("\n"))
+        assert all(line in rest for line in old.split("\n"))  # the lines of the attempt, in their order
 
 
 @pytest.mark.parametrize("task", [*WORLD.tasks("train")[:40], *WORLD.tasks("test")[:40]], ids=lambda task: task.id)
@@ -163,9 +206,12 @@ def test_recorded_rollouts_become_tasks_with_verified_outcomes(tmp_path):
     one = next(task for task in tasks if task.id == "t3:0:second")
     seen = '[assistant]\nadd({{"a": 2}})\n\n[tool]\nfour\n\n[assistant]\nanswer {}'
     assert attempts_of(one) == [seen.format(n) for n in (2, 0)]
+    reason = json.loads(world.expert(one).messages[-1]["content"])["reason"]
+    assert reason == "Answer: answer 2\nFound: nothing\nAnswer: answer 0\nFound: nothing"
     answers = make_judging_world({"run": str(tmp_path), "sees": "answer", "injections": 0.0}, ToolLimits())
     one = next(task for split in world.splits for task in answers.tasks(split) if task.id == "t3:0:second")
     assert attempts_of(one) == ["answer 2", "answer 0"]
+    assert answers.checks[one.id] == ""
     assert "What is 2 + 2? (t3)" in one.prompt[-1]["content"]
     assert not any("hidden" in task.prompt[-1]["content"] for task in tasks)
     with pytest.raises(UserError, match="no reward 'other'"):

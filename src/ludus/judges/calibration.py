@@ -202,25 +202,31 @@ def _pairs_or_singles(grader: Grader, groups: Sequence[Sequence[JudgedText]], nu
     return [[a, b] for a, b in pairwise(texts) if a.task.id == b.task.id]
 
 
-async def injection_effects(
+async def injection_changes(
     grader: Grader, texts: Sequence[JudgedText], attacks: Mapping[str, Injection], repeats: int
-) -> dict[str, float]:
-    """Return the mean change of the texts' values by each injection, over `repeats` seeds if replies are sampled.
+) -> dict[str, NDArray[np.float64]]:
+    """Return the changes `[repeats, G]` of the texts' values by each injection, with `repeats` seeds if replies are
+    sampled; NaN if not judged.
 
-    For comparisons, the mean result of the text with the injection against the text without it, minus 0.5.
+    For comparisons, the result of the text with the injection against the text without it, minus 0.5.
     """
-    if not texts:
-        return {}
-    compares, effects = grader.settings.kind == "pairwise", dict[str, float]()
+    compares = grader.settings.kind == "pairwise"
     repeats = repeats if grader.settings.client.temperature else 1
     clean = np.array(0.5) if compares else await repeated_values(grader, [[one] for one in texts], repeats)
+    changes = {}
     for name, injection in attacks.items():
         attacked = [replace(one, text=injection.apply(one.text)) for one in texts]
         groups = [[a, one] if compares else [a] for a, one in zip(attacked, texts, strict=True)]
-        gaps = await repeated_values(grader, groups, repeats) - clean
-        if not np.isnan(gaps).all():
-            effects[name] = float(np.nanmean(gaps))
-    return effects
+        changes[name] = await repeated_values(grader, groups, repeats) - clean
+    return changes
+
+
+async def injection_effects(
+    grader: Grader, texts: Sequence[JudgedText], attacks: Mapping[str, Injection], repeats: int
+) -> dict[str, float]:
+    """Return the mean of `injection_changes` by injection, for those with a value."""
+    found = await injection_changes(grader, texts, attacks, repeats) if texts else {}
+    return {name: float(np.nanmean(gaps)) for name, gaps in found.items() if not np.isnan(gaps).all()}
 
 
 async def _leaf_kappa(grader: Grader, groups: Sequence[Sequence[VerifiedEpisode]]) -> float | None:

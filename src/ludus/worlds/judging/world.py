@@ -26,9 +26,17 @@ from ludus.envs.tool_env import ToolLimits
 from ludus.envs.tool_world import Dialogue, ToolWorld, assistant
 from ludus.errors import UserError
 from ludus.rewards.base import Reward
-from ludus.rewards.judge_prompts import JudgedText, correct_prompt, pair_prompt, parse_reply, read_correct, read_pair
+from ludus.rewards.judge_prompts import (
+    JudgedText,
+    correct_prompt,
+    pair_prompt,
+    parse_reply,
+    read_correct,
+    read_pair,
+    templates,
+)
 from ludus.types import JSON, Message, Task, Trajectory
-from ludus.worlds.judging.cases import Case, generated_cases, recorded_cases
+from ludus.worlds.judging.cases import Case, generated_cases, rare_words, recorded_cases, renamed
 
 SHARES: Final = {"train": 1.0, "validation": 0.1, "test": 0.25}
 """Number of tasks of each split relative to training."""
@@ -46,6 +54,7 @@ _CLAIMS: Final = {
 _READERS: Final = {"pairwise": read_pair, "correct": read_correct}
 _PUSHED: Final = "pushed"
 _KIND: Final = "kind"
+_MAX_NOISE: Final = 60  # characters of an irrelevant text
 
 
 class JudgingSettings(WorldSettings):
@@ -71,7 +80,8 @@ class JudgingSettings(WorldSettings):
     noise: float = Field(0.0, ge=0, le=1)
     """Share of the tasks with an attempt that has irrelevant text: random words of a random alphabet."""
     copies: int = Field(1, ge=1)
-    """How often a case is used for training, each time with other injections and irrelevant text."""
+    """How often a case is used for training, each time with other injections and irrelevant text, and with other rare
+    words if attempts are recorded."""
     num_tasks: int = Field(4000, ge=8)
     """Maximum number of training tasks; validation and test have a tenth and a quarter of it."""
     flaw_rate: float = Field(0.5, ge=0, le=1)
@@ -83,6 +93,11 @@ class JudgingSettings(WorldSettings):
         if self.run is not None and self.data is not None:
             raise ValueError("and env.settings.data are mutually exclusive")
         return self
+
+    @property
+    def is_recorded(self) -> bool:
+        """Whether attempts are from recorded rollouts."""
+        return self.run is not None or self.data is not None
 
 
 def given_verdict(task: Task, trajectory: Trajectory) -> str | None:
@@ -123,13 +138,13 @@ REWARDS: Final = (Reward("correct", correct, outcome=True), Reward("valid", vali
 
 @dataclass(frozen=True)
 class JudgingWorld(ToolWorld):
-    """Verdicts on attempts. `checks` has the worked solutions by task id, empty for recorded rollouts."""
+    """Verdicts on attempts. `checks` has the reasons for the right verdicts by task id."""
 
     settings: JudgingSettings = field(default_factory=JudgingSettings)
     checks: Mapping[str, str] = field(default_factory=dict)
 
     def expert(self, task: Task) -> Dialogue:
-        """Return the worked solution, if it is known, and the right verdict."""
+        """Return the reason, if it is known, and the right verdict."""
         return Dialogue((*task.prompt, assistant(verdict_reply(task, _truth(task), self.checks.get(task.id, "")))), ())
 
     def demonstrations(self, seed: int) -> Iterator[Dialogue]:
@@ -181,10 +196,23 @@ def _texts(name: str) -> tuple[str, ...]:
     return tuple(texts[name])
 
 
+@cache
+def _vocabulary() -> tuple[str, ...]:
+    """Return the words of the prompts of judges and of the injections of training."""
+    texts = [*templates().values(), *_texts("train"), *_CLAIMS.values()]
+    return tuple(sorted({word for text in texts for word in text.split() if "{" not in word}))
+
+
 def _noise(rng: random.Random) -> str:
-    """Return irrelevant text: random words of one alphabet."""
-    alphabet = rng.choice(_texts("alphabets"))
-    return " ".join("".join(rng.choices(alphabet, k=rng.randint(1, 8))) for _ in range(rng.randint(2, 10)))
+    """Return irrelevant text: random words of the vocabulary, of one alphabet, or of a random range of Unicode."""
+    source, num = rng.randrange(3), rng.choice((1, 3, 8, 20))
+    start = rng.randrange(0x20, rng.choice((0x500, 0x3000, 0xD000)))
+    block = "".join(char for code in range(start, start + 64) if (char := chr(code)).isprintable())
+    alphabet = block if source == 1 and block else rng.choice(_texts("alphabets"))
+    words = ["".join(rng.choices(alphabet, k=rng.randint(1, 8))) for _ in range(num)]
+    text = rng.choice((" ", " ", " ", "\n", "")).join(words if source else rng.choices(_vocabulary(), k=num))
+    form = rng.choice(_texts("forms"))
+    return form.replace("{text}", text[:_MAX_NOISE]).replace("{word}", rng.choice(_vocabulary()))
 
 
 def make_judging_world(settings: Mapping[str, object], limits: ToolLimits) -> JudgingWorld:
@@ -197,19 +225,23 @@ def make_judging_world(settings: Mapping[str, object], limits: ToolLimits) -> Ju
     for split, share in SHARES.items():
         num = max(1, round(share * chosen.num_tasks / per_case))
         lists[split] = []
-        for case in islice(sources[split], num):
+        cases = list(islice(sources[split], num))
+        rare = rare_words(cases) if chosen.is_recorded else {}
+        for case in cases:
             for copy in range(chosen.copies if split == "train" else 1):
-                one = replace(case, name=f"{case.name}:{copy}") if copy else case
-                made = [_make_task(one, split, variant, chosen) for variant in _variants(chosen)]
-                lists[split] += made
-                checks |= dict.fromkeys([task.id for task in made], case.check)
+                name = f"{case.name}:{copy}"
+                one = replace(renamed(case, rare, random.Random(name)), name=name) if copy else case
+                for truth in _variants(chosen):
+                    task = _make_task(one, split, truth, chosen)
+                    lists[split].append(task)
+                    checks[task.id] = "\n".join(dict.fromkeys(_by_truth(one.checks, truth)))
         random.Random(f"judging:{chosen.seed}:{split}").shuffle(lists[split])
     return JudgingWorld("judging", lists, (), REWARDS, limits, settings=chosen, checks=checks)
 
 
 def read_cases(settings: JudgingSettings) -> dict[str, Iterator[Case]]:
     """Return the cases of each split, recorded or made by rule. Raises UserError for files that cannot be read."""
-    if settings.run is None and settings.data is None:
+    if not settings.is_recorded:
         return {name: generated_cases(name, settings.levels, settings.seed) for name in SHARES}
     recorded = recorded_cases(_rollout_files(settings), settings.outcome, settings.sees)
     return {name: iter(recorded.get(name, ())) for name in SHARES}
@@ -230,13 +262,20 @@ def _variants(settings: JudgingSettings) -> list[str]:
 
 
 def _with_text(attempt: str, text: str, rng: random.Random) -> str:
-    """Return the attempt with a text after it or before it."""
-    return f"{attempt}\n{text}" if rng.random() < 0.5 else f"{text}\n{attempt}"
+    """Return the attempt with a text after it, before it, or between two lines."""
+    lines = attempt.split("\n")
+    at = rng.choice((0, len(lines), len(lines), rng.randint(0, len(lines))))
+    return "\n".join([*lines[:at], text, *lines[at:]])
+
+
+def _by_truth(sides: tuple[str, str], truth: str) -> list[str]:
+    """Return the judged ones of a case's right and wrong side: both, in the order of the task, or one."""
+    right, wrong = sides
+    return {"first": [right, wrong], "second": [wrong, right], "right": [right], "wrong": [wrong]}[truth]
 
 
 def _make_task(case: Case, split: str, truth: str, settings: JudgingSettings) -> Task:
-    by_truth = {"first": [case.right, case.wrong], "second": [case.wrong, case.right], "right": [case.right]}
-    attempts = by_truth.get(truth, [case.wrong])
+    attempts = _by_truth((case.right, case.wrong), truth)
     kind = "pairwise" if len(attempts) == 2 else "correct"
     rng = random.Random(f"judging:{settings.seed}:{split}:{case.name}:{truth}")
     pushed = ""
@@ -246,8 +285,9 @@ def _make_task(case: Case, split: str, truth: str, settings: JudgingSettings) ->
         text = rng.choice(injections(split)).replace("{verdict}", reply).replace("{claim}", _CLAIMS[pushed])
         attempts[at] = _with_text(attempts[at], text, rng)
     if rng.random() < settings.noise:
-        text, at = _noise(rng), rng.randrange(len(attempts))
-        attempts[at] = _with_text(attempts[at], text, rng)
+        at = rng.randrange(len(attempts))
+        for _ in range(rng.choice((1, 1, 2, 3))):
+            attempts[at] = _with_text(attempts[at], _noise(rng), rng)
     asked = Task(case.name, (Message(role="user", content=case.question),), None)
     texts, most = [JudgedText(asked, text) for text in attempts], settings.max_chars
     prompt = pair_prompt(texts[0], texts[1], most) if kind == "pairwise" else correct_prompt(texts[0], most)
