@@ -112,7 +112,8 @@ def test_client_that_leaves_a_streamed_message_cancels_it(server):
     form = {"format": {"type": "json_schema", "schema": letters}}
     body = {"messages": QUESTION, "stream": True, "output_config": form}
     with server.stream("POST", "/v1/messages", json=body) as answer:
-        next(answer.iter_lines())
+        lines = answer.iter_lines()  # closes the stream when it is collected
+        next(lines)
         assert counts(server)["choices_in_flight"] == 1
     before = counts(server)["decode_tokens_total"]
     while counts(server)["choices_in_flight"]:

@@ -211,7 +211,7 @@ def test_control_requires_the_token_and_foreign_hosts_or_origins_are_rejected():
         assert await status(Authorization="Bearer ä".encode()) == 401
         assert await status(Host="evil.example:8000") == 403
         assert await status(Host="127.0.0.1.evil.example") == 403
-        for origin in ("http://evil.example", "null", "http://127.0.0.1:9", "file://"):
+        for origin in ("http://evil.example", "null", "http://127.0.0.1:9", "file://", "http://[::1"):
             assert await status(Origin=origin) == 403
             body = json.dumps({"prompt": [5], "max_tokens": 1}).encode()
             assert (await ask("/v1/completions", body, Origin=origin)).status_code == 403

@@ -172,6 +172,7 @@ def test_messages_continue_by_content_blocks():
             names = [line.removeprefix("event: ") for line in text.splitlines() if line.startswith("event: ")]
             block_events = ["content_block_start", "content_block_delta", "content_block_stop"] * 2
             assert names == ["message_start", *block_events, "message_delta", "message_stop"]
+            assert data_of(text)[-2]["usage"]["input_tokens"] == len(engine.requests[1].token_ids)
             assert engine.requests[0].params.max_new_tokens == 50
             return [segment.kind for segment in session.segments()]
 
@@ -281,7 +282,12 @@ def test_client_that_disconnects_leaves_nothing():
             400,
             "render",
         ),
-        ("chat/completions", chat(user("x"), {"role": "assistant", "content": "so"}), 400, "assistant"),
+        ("chat/completions", chat(user("x"), {"role": "assistant", "content": "so"}), 200, "a"),
+        ("responses", {"input": [{"role": "assistant", "content": "so"}]}, 200, "a"),
+        ("responses", {"input": []}, 400, "messages"),
+        ("messages", {"messages": [user("x"), {"role": "assistant", "content": "so"}]}, 400, "last message"),
+        ("messages/count_tokens", {"messages": [user("x"), {"role": "assistant", "content": "so"}]}, 200, "input_to"),
+        ("chat/completions", chat(user("x"), tool_choice={"type": "allowed_tools"}), 400, "tool_choice"),
         ("chat/completions", chat(), 400, "messages"),
         ("chat/completions", chat(user([{"type": "input_audio"}])), 400, "messages.0.content.list[_Part].0.type"),
         ("chat/completions", chat(user([{"type": "image_url"}])), 400, "image_url is missing"),
@@ -301,6 +307,7 @@ def test_client_that_disconnects_leaves_nothing():
         ("responses", {"input": [{"type": "computer_call"}]}, 400, "computer_call"),
         ("messages", {"messages": [{"role": "user", "content": [{"type": "image"}]}]}, 400, "image"),
         ("messages", {"messages": 3}, 400, "messages"),
+        ("messages", {"messages": [{"role": "user", "content": []}]}, 400, "no messages"),
         ("reward", {"reward": "much"}, 400, "reward"),
         ("chat/completions", chat(user("word " * 3000)), 400, "prompt_too_long"),
         ("completions", {"prompt": "x", "echo": True}, 400, "echo"),
@@ -333,6 +340,11 @@ FORCED = [
         {"type": "any"},
     ),
 ]
+FORCED += [
+    (path, body, {"type": "allowed_tools", **({field: allowed} if field else allowed)}, named)
+    for (path, body, named, _), field in zip(FORCED[:2], ("allowed_tools", ""), strict=True)
+    for allowed in [{"mode": "required", "tools": [named]}]
+]
 
 
 @pytest.mark.parametrize(("path", "body", "named", "required"), FORCED)
@@ -359,7 +371,7 @@ SINGLE = [
 ]
 
 
-@pytest.mark.parametrize(("field", "body"), list(zip(SINGLE, (body for _, body, *_ in FORCED), strict=True)))
+@pytest.mark.parametrize(("field", "body"), list(zip(SINGLE, (body for _, body, *_ in FORCED[:3]), strict=True)))
 def test_without_parallel_calls_a_reply_ends_after_its_first_call(field, body):
     path, limit = field
 

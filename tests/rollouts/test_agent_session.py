@@ -11,6 +11,7 @@ import openai
 import pytest
 
 from ludus.algorithms.spec.resolve import PRESETS
+from ludus.chat.parse_json import tool_call
 from ludus.config.sections.rollout import RolloutConfig
 from ludus.diagnostics.metrics import rollout_metrics
 from ludus.envs.agent_world import AgentWorld
@@ -105,6 +106,46 @@ def test_request_without_the_text_before_a_call_continues_its_row():
     assert run(dialogue())["content"] == "Paris"
     (row,) = row_tokens(session)
     assert row[: len(engine.requests[2].token_ids)] == engine.requests[2].token_ids
+
+
+def test_messages_that_a_client_writes_as_the_assistant_are_observations():
+    engine, session = session_of(SEARCH, "a", "b", "c")
+    said = [Message(role="assistant", content="This is not valid.") for _ in range(2)]
+    malformed = Message(role="assistant", content="", tool_calls=[tool_call("x", "echo", "{")])
+
+    async def dialogue():
+        messages = [user("one"), await session.chat([user("one")], [echo]), result("x"), said[0], user("Again.")]
+        messages += [await session.chat(messages, [echo]), said[1]]
+        messages += [await session.chat(messages, [echo]), malformed, result("error")]
+        await session.chat(messages, [echo])
+
+    run(dialogue())
+    (row,) = row_tokens(session)
+    assert all(row[: len(request.token_ids)] == request.token_ids for request in engine.requests)
+    texts = [tokenizer().decode(one.tokens) for one in session.segments() if one.kind == "observation"]
+    written = "\n<|im_start|>assistant\nThis is not valid.<|im_end|>\n<|im_start|>"
+    assert texts[0].endswith(f"{written}user\nAgain.<|im_end|>\n<|im_start|>assistant\n")
+    assert texts[1] == f"{written}assistant\n"
+    assert "echo({)" in texts[2]
+
+
+def test_reply_that_comes_back_as_other_json_continues_its_row():
+    engine, session = session_of('{"x": 1.0, "y": "z"}', call("echo", text="x", n=[2]), "end", '{"x": 1}', '{"x": 2}')
+
+    async def dialogue():
+        messages = [user("one")]
+        for text in (' {"y":"z","x":1}', '{"n":[2],"text":"x"}'):
+            await session.chat(messages, [echo])
+            messages += [Message(role="assistant", content=text), user("more")]
+        await session.chat(messages, [echo])
+        asked = user('{"a": 1}')  # texts of others are not compared as JSON
+        reply = await session.chat([asked])
+        await session.chat([user('{"a":1}'), reply, user("more")])
+
+    run(dialogue())
+    assert len(row_tokens(session)) == 3
+    first = row_tokens(session)[0]
+    assert all(first[: len(request.token_ids)] == request.token_ids for request in engine.requests[:3])
 
 
 def test_other_tools_rewritten_history_and_other_system_messages_start_rows():
@@ -268,8 +309,8 @@ def test_limits_end_the_rollout_and_later_requests_are_refused():
     _, session = session_of("a")
     with pytest.raises(RolloutEnded, match="prompt_too_long"):
         run(session.chat([user("word " * 3000)]))
-    with pytest.raises(InvalidRequest, match="assistant"):
-        run(session_of("a")[1].chat([user("one"), Message(role="assistant", content="so")]))
+    with pytest.raises(InvalidRequest, match="no messages"):
+        run(session_of("a")[1].chat([]))
 
 
 def test_reply_at_the_token_limit_ends_the_rollout_unless_the_request_set_it():
@@ -590,3 +631,30 @@ def test_token_that_no_tokenizer_has_is_refused(token):
     _, session = session_of("a")
     with pytest.raises(InvalidRequest):
         run(session.sample((), limits=ReplyLimits(prompt=(token,))))
+
+
+def test_far_too_long_dialogue_is_refused_without_tokenizing_it(monkeypatch):
+    most, encode = [0], tokenizer().encode
+
+    def counted(text, **options):
+        most[0] = max(most[0], len(text))
+        return encode(text, **options)
+
+    monkeypatch.setattr(tokenizer(), "encode", counted)
+    long = "word " * 20_000
+    sent = tool_call("x", "echo", json.dumps({"text": long}))
+    for messages in (
+        [user(long)],
+        [user("a")] * 2001,
+        [user("a"), Message(role="assistant", content="", tool_calls=[sent])],
+    ):
+        with pytest.raises(RolloutEnded, match="prompt_too_long"):
+            run(session_of("a")[1].chat(messages))
+    with pytest.raises(RolloutEnded, match="prompt_too_long"):
+        run(session_of("a")[1].sample([], limits=ReplyLimits(prompt=long)))
+    _, session = session_of("a", "b")
+    with pytest.raises(RolloutEnded, match="max_tokens"):
+        run(session.chat([user("a"), run(session.chat([user("a")])), user(long)]))
+    assert most[0] <= 8 * 2000
+    _, session = session_of("a")
+    run(session.chat([user("assistant" * 1900)]))  # one token each

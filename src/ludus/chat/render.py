@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable, Mapping, Sequence
+from itertools import takewhile
 from typing import Any, Protocol
 
 from jinja2 import TemplateError
@@ -222,7 +223,8 @@ class TemplateRenderer:
         another one: the turn was cut off, or the format has several.
         """
         marked = Message(role="assistant", content=_MARKER)
-        results = [message for message in messages if message["role"] == "tool"] if self.native_tools else []
+        own = takewhile(lambda message: message["role"] != "assistant", messages)  # messages that answer the turn
+        results = [message for message in own if message["role"] == "tool"] if self.native_tools else []
         if results and self._results_need_calls:
             arguments = json.dumps({"a": _MARKER})
             calls = [tool_call(one.get("tool_call_id", ""), one.get("name", ""), arguments) for one in results]

@@ -59,7 +59,7 @@ class ControlAccess:
 def check_origin(request: Request) -> None:
     """Raise BadRequest for a request from a web page of another origin."""
     origin = request.headers.get("origin")
-    if origin is not None and urlsplit(origin).netloc != request.headers.get("host"):
+    if origin is not None and origin.partition("://")[2] != request.headers.get("host"):
         raise BadRequest(f"Cross-origin requests are refused; the origin is {origin[:80]!r}.", _FORBIDDEN)
 
 

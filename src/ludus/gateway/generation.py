@@ -194,13 +194,14 @@ def read_dialect(dialect: Dialect, histories: Histories, raw: bytes) -> tuple[Se
     parsed = dialect.parse(raw, histories)
     limits, given = parsed.limits, json.loads(raw)
     filters = {name: given.get(name) for name in ("temperature", "top_p", "top_k")}
-    named: JsonBody = {"type": "function", "function": {"name": limits.call_of}}
+    named = [{"type": "function", "function": {"name": name}} for name in limits.call_of]
+    allowed = {"type": "allowed_tools", "allowed_tools": {"mode": "required", "tools": named}}
     body: JsonBody = {
         **filters,
         "model": given.get("model"),
         "messages": list(parsed.messages),
         "tools": [tool.schema for tool in parsed.tools],
-        "tool_choice": named if limits.call_of else "required" if limits.must_call else None,
+        "tool_choice": allowed if named else "required" if limits.must_call else None,
         "parallel_tool_calls": not limits.single_call,
         "max_tokens": limits.max_tokens,
         "stop": limits.stop,
@@ -256,7 +257,7 @@ async def _chat_prompt(service: CompletionService, request: ChatRequest) -> _Cha
 
 def _call_guide(renderer: TemplateRenderer, request: ChatRequest) -> Guide:
     """Return the guide of a forced call. Raises BadRequest without such a tool, UserError if the format has none."""
-    tools = [tool for tool in _tools(request) if request.call_of in ("", tool.name)]
+    tools = [tool for tool in _tools(request) if not request.call_of or tool.name in request.call_of]
     if not tools:
         raise BadRequest("tool_choice requires a call, but the request has no such tool.")
     return renderer.guide(tools, required=True, single=request.single_call)

@@ -24,7 +24,7 @@ from starlette.types import Receive, Scope, Send
 from ludus.chat.render import Renderer
 from ludus.errors import EngineBusy, EngineError, RequestRejected, SyncError, UserError
 from ludus.gateway.dialects.base import Dialect, Sent, SessionRequest, event_bytes
-from ludus.gateway.dialects.messages import MESSAGES
+from ludus.gateway.dialects.messages import read
 from ludus.gateway.endpoints import json_response, until_disconnect
 from ludus.gateway.protocol.bodies import BadRequest, JsonBody
 from ludus.gateway.protocol.detokenize import StreamedText, TextRules
@@ -73,7 +73,7 @@ async def respond(
 
 def count_tokens(raw: bytes, renderer: Renderer | None) -> JsonBody:
     """Return the reply to a body of `count_tokens`, 0 without a renderer. Raises BadRequest."""
-    body = MESSAGES.parse(raw, {})
+    body = read(raw)
     try:
         return {"input_tokens": 0 if renderer is None else len(renderer.prompt(body.messages, body.tools))}
     except (UserError, ValueError, TypeError, LookupError) as error:

@@ -240,7 +240,7 @@ class SessionServer:
     async def _count(self, request: Request, served: Served) -> Response:
         raw = await request.body()
         check_json(request)
-        return json_response(count_tokens(raw, served.session.renderer))
+        return json_response(await asyncio.to_thread(count_tokens, raw, served.session.renderer))
 
     async def _models(self, request: Request, served: Served) -> Response:
         card = {"id": "policy", "object": "model", "created": 0, "owned_by": "ludus"}

@@ -95,8 +95,8 @@ class _Row:
 class ReplyLimits:
     """Limits that a request may set: the maximum number of tokens, strings that end the reply, and a guide.
 
-    With `must_call` the reply has a call, of the tool `call_of` if that is set; with `single_call` it has at most one,
-    if the format marks the end of a call. With `prompt`, the reply follows that text or these tokens, in place of
+    With `must_call` the reply has a call, of the tools `call_of` if there are any; with `single_call` it has at most
+    one, if the format marks the end of a call. With `prompt`, the reply follows that text or these tokens, in place of
     messages. `watch` is called with the number of tokens of the prompt and new tokens while the reply is sampled, if
     the engine reports them.
     """
@@ -105,7 +105,7 @@ class ReplyLimits:
     stop: tuple[str, ...] = ()
     guide: Guide | None = None
     must_call: bool = False
-    call_of: str = ""
+    call_of: tuple[str, ...] = ()
     single_call: bool = False
     prompt: Prompt | None = None
     watch: Callable[[int, Sequence[int]], None] | None = None
@@ -197,8 +197,7 @@ class AgentSession(RewardedReplies):
         """Sample the reply to a whole dialogue of an agent, whose rows are separate from those of other agents.
 
         A reply that is cut off at the trainer's limit of tokens ends the rollout, unless the agent is one of several.
-        Temperature and filters are the trainer's. Raises RolloutEnded at a limit of the rollout, InvalidRequest for a
-        dialogue that ends with an assistant message, and EngineError.
+        Temperature and filters are the trainer's. Raises RolloutEnded at a limit, InvalidRequest and EngineError.
         """
         if self.client is not None:
             self.client.touch()
@@ -340,7 +339,7 @@ class AgentSession(RewardedReplies):
         before, guide = chat.params, limits.guide
         row.params = before
         if limits.must_call:
-            callable_tools = [tool for tool in tools if limits.call_of in ("", tool.name)]
+            callable_tools = [tool for tool in tools if not limits.call_of or tool.name in limits.call_of]
             if not callable_tools:
                 raise InvalidRequest("tool_choice requires a call, but the request has no such tool.")
             try:
@@ -365,7 +364,7 @@ class AgentSession(RewardedReplies):
         if found is not None and number is not None:
             chat = self._rows[number].chat
             if isinstance(chat, EngineChatSession):
-                return number, chat.observe(found.tail, found.added)
+                return number, chat.observe([*map(_renderable, found.tail)], found.added)
             return number, chat.observe(found.tail)
         chat = self._new_chat(agent)
         _log_new_row(len(self._rows), self.messages, messages)
@@ -377,6 +376,8 @@ class AgentSession(RewardedReplies):
         chat = self._new_chat()
         if not isinstance(chat, EngineChatSession):
             raise InvalidRequest("The policy exposes no tokens; use chat completions.")
+        if isinstance(prompt, str) and chat.cannot_fit([prompt]):
+            raise self.end(StopReason.PROMPT_TOO_LONG)
         text, tokens = self._texts.read(prompt, chat.renderer.tokenizer)
         if not tokens:
             raise InvalidRequest("The prompt has no tokens.")
@@ -430,8 +431,8 @@ class AgentSession(RewardedReplies):
 
 
 def _check_request(messages: Sequence[Message], limits: ReplyLimits, agent: str) -> None:
-    if limits.prompt is None and (not messages or messages[-1]["role"] == "assistant"):
-        raise InvalidRequest("The last message must not be the assistant's.")
+    if limits.prompt is None and not messages:
+        raise InvalidRequest("The request has no messages.")
     if not agent:
         raise InvalidRequest("The name of an agent must not be empty.")
 

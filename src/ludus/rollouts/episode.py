@@ -49,6 +49,7 @@ from ludus.types import (
 T = TypeVar("T")
 EPISODE_TIMEOUT: ContextVar[PausableTimeout | None] = ContextVar("ludus-episode-timeout", default=None)
 """Timeout of the current episode; paused while the episode waits for the budget of a later step."""
+_CHARS_PER_TOKEN = 8  # texts with more characters per token of the limit are tokenized in part first
 _NOT_RENDERED = "The environment's messages cannot be rendered:"
 
 
@@ -384,6 +385,8 @@ class EngineChatSession:
 
     def open(self, messages: Sequence[Message], tools: Sequence[Tool]) -> StopReason | None:
         self._tools = tools
+        if self.cannot_fit([*map(_text_of, messages), *(str(tool.schema) for tool in tools)]):
+            return StopReason.PROMPT_TOO_LONG
         stop = self.extend(self.renderer.prompt(messages, tools))
         if self.guided and stop is None:
             self.params = replace(self.params, guide=self.renderer.guide(tools))
@@ -414,8 +417,17 @@ class EngineChatSession:
 
     def observe(self, messages: Sequence[Message], added: str = "") -> StopReason | None:
         """Append messages, and before them `added`: text that a client wrote behind the last reply."""
+        if self.cannot_fit([added, *map(_text_of, messages)]):
+            return StopReason.MAX_TOKENS
         tokens = tuple(self.renderer.tokenizer.encode(added, add_special_tokens=False))
         return self.extend((*tokens, *self.renderer.observation(messages, (*self._tokens[-1:], *tokens)[-1])))
+
+    def cannot_fit(self, texts: Sequence[str]) -> bool:
+        """Return whether the beginning of long texts has too many tokens. The whole could take minutes to tokenize."""
+        text, length = "".join(texts), _CHARS_PER_TOKEN * self._budget
+        if len(text) <= length:
+            return sum(map(bool, texts)) > self._budget
+        return len(self.renderer.tokenizer.encode(text[:length], add_special_tokens=False)) > self._budget
 
     def extend(self, tokens: tuple[int, ...]) -> StopReason | None:
         """Append a prompt or an observation. Returns a stop reason if the tokens do not fit."""
@@ -494,6 +506,11 @@ class EngineChatSession:
     def _append(self, segment: Segment) -> None:
         self._segments.append(replace(segment, policy=self.policy))
         self._tokens.extend(segment.tokens)
+
+
+def _text_of(message: Message) -> str:
+    """Return the text of a message that every renderer writes."""
+    return message["content"] + "".join(call["function"]["arguments"] for call in message.get("tool_calls", []))
 
 
 def _check_completion(completion: Completion, episode: str) -> None:

@@ -98,6 +98,14 @@ class MessagesRequest(BaseModel):
 
 
 def parse(raw: bytes, _: Histories) -> SessionRequest:
+    """Return the request of a body. Raises BadRequest, also for a last message of the assistant, which is prefill."""
+    request = read(raw)
+    if request.messages and request.messages[-1]["role"] == "assistant":
+        raise BadRequest("messages: the beginning of the reply (a last message of the assistant) is not supported.")
+    return request
+
+
+def read(raw: bytes) -> SessionRequest:
     """Return the request of a body, without tools that a server would run (no schema). Raises BadRequest."""
     body = read_body(MessagesRequest, raw)
     if body.thread is not None:  # the messages are not the whole dialogue; SDKs send it again without a thread
@@ -112,7 +120,7 @@ def parse(raw: bytes, _: Histories) -> SessionRequest:
     tools = [tool for tool in body.tools or [] if tool.input_schema is not None] if choice.type != "none" else []
     must_call, single = choice.type in ("any", "tool"), choice.disable_parallel_tool_use
     stop = tuple(body.stop_sequences or ())
-    limits = ReplyLimits(body.max_tokens, stop, guide, must_call, choice.name, single)
+    limits = ReplyLimits(body.max_tokens, stop, guide, must_call, (choice.name,) if choice.name else (), single)
     return SessionRequest(
         messages,
         [session_tool(tool.name, tool.description, tool.input_schema) for tool in tools],
@@ -189,7 +197,8 @@ def events(request: SessionRequest, name: str, turns: Sequence[PendingTurn], sen
         yield _block_event("stop", index)
     reason, stop = _stop(turn)
     end: JsonBody = {"delta": {"stop_reason": reason, "stop_sequence": stop}}
-    yield "message_delta", {"type": "message_delta", **end, "usage": {"output_tokens": len(turn.tokens)}}
+    usage = {"input_tokens": len(turn.prompt), "output_tokens": len(turn.tokens)}
+    yield "message_delta", {"type": "message_delta", **end, "usage": usage}
     yield "message_stop", {"type": "message_stop"}
 
 

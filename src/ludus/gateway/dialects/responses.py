@@ -72,6 +72,12 @@ class _Choice(BaseModel):
     name: str
 
 
+class _Allowed(BaseModel):
+    type: Literal["allowed_tools"]
+    mode: Literal["required"]
+    tools: list[_Choice] = Field(min_length=1)
+
+
 class ResponsesRequest(BaseModel):
     """Body of `/v1/responses`. Other fields than the refused ones are labels."""
 
@@ -82,7 +88,7 @@ class ResponsesRequest(BaseModel):
     instructions: str | None = None
     previous_response_id: str | None = None
     tools: list[_Tool] | None = None
-    tool_choice: Literal["auto", "none", "required"] | _Choice | None = None
+    tool_choice: Literal["auto", "none", "required"] | _Choice | _Allowed | None = None
     parallel_tool_calls: bool | None = None
     max_output_tokens: int | None = Field(None, ge=1)
     text: _Text | None = None
@@ -104,12 +110,13 @@ def parse(raw: bytes, histories: Histories) -> SessionRequest:
     schema = None if form is None or form.type == "text" else form.schema_ or {"type": "object"}
     choice = body.tool_choice or "auto"
     tools = [tool for tool in body.tools or [] if tool.type == "function"] if choice != "none" else []
-    named = choice.name if isinstance(choice, _Choice) else ""
+    choices = [] if isinstance(choice, str) else choice.tools if isinstance(choice, _Allowed) else [choice]
+    named = tuple(one.name for one in choices)
     echo = {
         "instructions": body.instructions,
         "previous_response_id": body.previous_response_id,
         "max_output_tokens": body.max_output_tokens,
-        "tool_choice": choice.model_dump() if isinstance(choice, _Choice) else choice,
+        "tool_choice": choice if isinstance(choice, str) else choice.model_dump(),
         "tools": [tool.model_dump() for tool in tools],
         "parallel_tool_calls": body.parallel_tool_calls is not False,
     }

@@ -323,12 +323,22 @@ class _ToolChoice(BaseModel):
     function: _ToolName
 
 
+class _AllowedTools(BaseModel):
+    mode: Literal["required"]
+    tools: list[_ToolChoice] = Field(min_length=1)
+
+
+class _AllowedChoice(BaseModel):
+    type: Literal["allowed_tools"]
+    allowed_tools: _AllowedTools
+
+
 class ChatRequest(Sampling):
     """Body of `/v1/chat/completions`."""
 
     messages: Annotated[list[ChatMessage], Field(fail_fast=True, min_length=1)]
     tools: Annotated[list[ChatTool], Field(fail_fast=True)] | None = None
-    tool_choice: Literal["auto", "none", "required"] | _ToolChoice | None = None
+    tool_choice: Literal["auto", "none", "required"] | _ToolChoice | _AllowedChoice | None = None
     parallel_tool_calls: bool | None = None
     max_tokens: Annotated[int, _within("max_new_tokens")] | None = None
     max_completion_tokens: Annotated[int, _within("max_new_tokens")] | None = None
@@ -346,9 +356,14 @@ class ChatRequest(Sampling):
         return self.parallel_tool_calls is False
 
     @property
-    def call_of(self) -> str:
-        """The tool that the reply calls; empty if it may be any."""
-        return self.tool_choice.function.name if isinstance(self.tool_choice, _ToolChoice) else ""
+    def call_of(self) -> tuple[str, ...]:
+        """The tools of which the reply calls some; empty if it may be any."""
+        match self.tool_choice:
+            case _ToolChoice():
+                return (self.tool_choice.function.name,)
+            case _AllowedChoice():
+                return tuple(tool.function.name for tool in self.tool_choice.allowed_tools.tools)
+        return ()
 
     @model_validator(mode="after")
     def _check_top_logprobs(self) -> Self:

@@ -1,7 +1,8 @@
 """The recorded replies of a session: turns, found by the messages of a later request; text prompts; rewards.
 
-Messages are equal if their roles, texts without outer blanks, and calls as JSON values are. A client may also write on
-behind a reply that did not end its turn, for example after a stop string.
+Messages are equal if their roles, texts without outer blanks, and calls as JSON values are; texts of the assistant that
+are JSON objects or arrays are compared as values too. A client may also leave out the text before calls, send the
+arguments of a call as text, and write on behind a reply that did not end its turn, for example after a stop string.
 """
 
 from __future__ import annotations
@@ -52,48 +53,58 @@ class RecordedTurns:
 
     def add(self, messages: Sequence[Message], tools: Sequence[Tool], agent: str, turn: RecordedTurn) -> None:
         """Record the reply to a dialogue."""
-        before, exact = _digests([*messages, turn.reply], tools, agent)
+        _, before, exact = _replies([*messages, turn.reply], tools, agent)[-1]
         self._exact.setdefault(exact, []).append(turn)
-        if turn.reply.get("tool_calls") and turn.reply["content"].strip():  # some SDKs drop the text before calls
-            _, without = _digests([*messages, Message(**{**turn.reply, "content": ""})], tools, agent)
-            self._exact.setdefault(without, []).append(turn)
+        calls = turn.reply.get("tool_calls", [])
+        others: list[Message] = []
+        if len(calls) == 1:
+            others.append(Message(role="assistant", content=calls[0]["function"]["arguments"]))
+        if calls and turn.reply["content"].strip():
+            others.append(Message(role="assistant", content="", tool_calls=calls))
+        for other in others:  # as some SDKs write the reply
+            *_, digest = _replies([*messages, other], tools, agent)[-1]
+            self._exact.setdefault(digest, []).append(turn)
         if turn.unended.strip():
             self._before.setdefault(before, []).append(turn)
 
     def find(self, messages: Sequence[Message], tools: Sequence[Tool], agent: str) -> Continuation | None:
-        """Return the recorded turn of the last assistant message, None if there is none."""
-        length = max((i for i, one in enumerate(messages, start=1) if one["role"] == "assistant"), default=0)
-        if not length:
-            return None
-        given, tail = messages[length - 1], messages[length:]
-        before, exact = _digests(messages[:length], tools, agent)
-        if turns := self._exact.get(exact):
-            return Continuation(_best(turns, given), "", tail)
-        text = "" if given.get("tool_calls") else given.get("content", "").strip()
-        begun = [one for one in self._before.get(before, ()) if text.startswith(one.unended.strip())]
-        if not begun:
-            return None
-        turn = max(begun, key=lambda one: len(one.unended.strip()))
-        return Continuation(turn, text[len(turn.unended.strip()) :], tail)
+        """Return the last recorded turn of a dialogue, None if there is none.
+
+        Assistant messages after it, which clients write in place of the policy, are messages like others.
+        """
+        for place, before, exact in reversed(_replies(messages, tools, agent)):
+            given, tail = messages[place], messages[place + 1 :]
+            if turns := self._exact.get(exact):
+                return Continuation(_best(turns, given), "", tail)
+            text = "" if given.get("tool_calls") else given.get("content", "").strip()
+            begun = [one for one in self._before.get(before, ()) if text.startswith(one.unended.strip())]
+            if begun:
+                turn = max(begun, key=lambda one: len(one.unended.strip()))
+                return Continuation(turn, text[len(turn.unended.strip()) :], tail)
+        return None
 
 
-def _digests(messages: Sequence[Message], tools: Sequence[Tool], agent: str) -> tuple[bytes, bytes]:
-    """Return the digests of an agent's dialogue without its last message and with it."""
+def _replies(messages: Sequence[Message], tools: Sequence[Tool], agent: str) -> list[tuple[int, bytes, bytes]]:
+    """Return the place of each assistant message, and the digests of the agent's dialogue without it and with it."""
     schemas = [tool.schema for tool in tools]
     digest = hashlib.blake2b(json.dumps([agent, schemas], sort_keys=True).encode(), digest_size=16)
-    for message in messages[:-1]:
+    found: list[tuple[int, bytes, bytes]] = []
+    for place, message in enumerate(messages):
+        before = digest.digest()
         digest.update(canonical(message))
-    before = digest.digest()
-    digest.update(canonical(messages[-1]))
-    return before, digest.digest()
+        if message["role"] == "assistant":
+            found.append((place, before, digest.digest()))
+    return found
 
 
 def canonical(message: Message) -> bytes:
-    """Return what agents send back unchanged: role, stripped text, calls as JSON values, and images."""
+    """Return what agents send back unchanged: role, stripped text, JSON as values, and images."""
+    text = message.get("content", "").strip()
+    is_json = message["role"] == "assistant" and text[:1] in ("{", "[")
     calls = [
         (one["function"]["name"], json_value(one["function"]["arguments"])) for one in message.get("tool_calls", [])
     ]
-    parts = (message["role"], message.get("content", "").strip(), calls, *message.get("images", ()))
+    parts = (message["role"], json_value(text) if is_json else text, calls, *message.get("images", ()))
     return json.dumps(parts, sort_keys=True).encode() + b"\n"
 
 
