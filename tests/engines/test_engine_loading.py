@@ -73,6 +73,13 @@ def test_tiny_model_has_the_configured_shape():
     assert not model.training
 
 
+@pytest.mark.parametrize("std", [0.02, 0.1])
+def test_tiny_model_has_weights_of_the_configured_deviation(std):
+    model = build_tiny(SCRATCH.model_copy(update={"initializer_range": std}), byte_tokenizer(), 0)
+    matrices = [weight.flatten() for weight in model.parameters() if weight.ndim == 2]
+    assert torch.cat(matrices).std().item() == pytest.approx(std, rel=0.03)
+
+
 @pytest.mark.parametrize(
     ("change", "word"),
     [({"vocab_size": 300, "hidden_size": 18, "num_heads": 4}, "hidden_size"),

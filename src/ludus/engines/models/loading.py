@@ -287,6 +287,7 @@ def build_tiny(scratch: ModelInitConfig, tokenizer: PreTrainedTokenizerBase, see
         num_key_value_heads=scratch.num_kv_heads,
         head_dim=scratch.hidden_size // scratch.num_heads,
         max_position_embeddings=scratch.context_tokens,
+        initializer_range=scratch.initializer_range,
         tie_word_embeddings=True,
         bos_token_id=tokenizer.bos_token_id,
         eos_token_id=tokenizer.eos_token_id,
