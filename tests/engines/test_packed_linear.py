@@ -18,7 +18,8 @@ from tests.engines.test_engine_features import adapted, build
 
 SMALL = EngineSettings(context_tokens=64, max_batch=4, kv_cache_tokens=512)
 
-needs_bf16 = pytest.mark.skipif(not torch.ops.mkldnn._is_mkldnn_bf16_supported(), reason="no bfloat16 in oneDNN")
+HAS_BF16 = torch.backends.mkldnn.is_available() and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+needs_bf16 = pytest.mark.skipif(not HAS_BF16, reason="no bfloat16 in oneDNN")
 
 
 @needs_bf16

@@ -48,4 +48,5 @@ def unpack_linear(layers: Iterable[nn.Linear]) -> None:
 
 def _packs(weight: Tensor) -> bool:
     on_cpu = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not weight.requires_grad
-    return on_cpu and bool(torch.backends.mkldnn.enabled) and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    usable = bool(torch.backends.mkldnn.enabled) and torch.backends.mkldnn.is_available()
+    return on_cpu and usable and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
