@@ -47,6 +47,7 @@ def unpack_linear(layers: Iterable[nn.Linear]) -> None:
 
 
 def _packs(weight: Tensor) -> bool:
-    on_cpu = weight.dtype == torch.bfloat16 and weight.device.type == "cpu" and not weight.requires_grad
-    usable = bool(torch.backends.mkldnn.enabled) and torch.backends.mkldnn.is_available()
-    return on_cpu and usable and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+    if weight.dtype != torch.bfloat16 or weight.device.type != "cpu" or weight.requires_grad:
+        return False
+    usable = bool(torch.backends.mkldnn.enabled) and torch._C._has_mkldnn
+    return usable and bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
