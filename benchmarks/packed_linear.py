@@ -17,8 +17,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from ludus.engines.embedded.kv_cache import PAGE
-from ludus.engines.embedded.model_runner import Chunk, RaggedForward
-from ludus.engines.embedded.packed_linear import pack_linear, unpack_linear
+from ludus.engines.embedded.model_runner import Chunk, RaggedForward, restore_linear
+from ludus.engines.embedded.packed_linear import pack_linear
 
 _LENGTH = 256
 
@@ -41,7 +41,7 @@ def main() -> None:
         seconds: dict[str, list[float]] = {"packed": [], "torch": []}
         for _ in range(args.repeats):
             for way, found in seconds.items():
-                unpack_linear(layers)
+                restore_linear(layers)
                 if way == "packed":
                     pack_linear(model)
                 forward.logits(chunks, table, np.arange(rows))  # packs

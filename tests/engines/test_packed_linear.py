@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.functional import linear
 
 from ludus.engines.embedded.engine import EngineSettings, LocalEngine
-from ludus.engines.embedded.packed_linear import PackedLinear, pack_linear, unpack_linear
+from ludus.engines.embedded.model_runner import restore_linear
+from ludus.engines.embedded.packed_linear import PackedLinear, pack_linear
 from ludus.engines.models.fingerprint import fingerprint_module
 from tests.engines.test_engine_features import adapted, build
 
@@ -53,7 +54,7 @@ def test_weights_are_packed_again_after_each_kind_of_change():
     for twin in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
         assert torch.equal(twin(rows), model(rows))
     assert list(model.state_dict()) == names
-    unpack_linear(changed)
+    restore_linear(changed)
     assert [type(layer) for layer in model] == [nn.Linear, nn.ReLU, nn.Linear]
     assert "packed" not in model[0].__dict__
 

@@ -26,7 +26,7 @@ from ludus.engines.base import DEFAULT
 from ludus.engines.embedded import attention, paged_pass
 from ludus.engines.embedded.attention import KernelPass, QuerySpan, RaggedPass, TorchPass, make_kernel
 from ludus.engines.embedded.kv_cache import PAGE, LayerShape, PagePool
-from ludus.engines.embedded.packed_linear import pack_linear, unpack_linear
+from ludus.engines.embedded.packed_linear import pack_linear
 from ludus.engines.embedded.paged_pass import PassRunner
 from ludus.engines.models.lora import AdapterBank, is_peft
 from ludus.engines.models.vision import image_tokens, text_part
@@ -74,8 +74,7 @@ class ModelRunner:
         self._parameters = inspect.signature(inner.forward).parameters
         self._selects_logits = "logits_to_keep" in self._parameters
         self._undo = ExitStack()
-        self._undo.callback(unpack_linear, pack_linear(model))
-        self._undo.callback(restore_linear, use_onednn(model))
+        self._undo.callback(restore_linear, [*pack_linear(model), *use_onednn(model)])
 
     def close(self) -> None:
         """Restore the model."""
@@ -375,9 +374,10 @@ def use_onednn(model: nn.Module) -> list[nn.Linear]:
 
 
 def restore_linear(layers: Iterable[nn.Linear]) -> None:
-    """Restore layers changed by `use_onednn`."""
+    """Restore layers changed by `use_onednn` or `pack_linear`."""
     for layer in layers:
         layer.__class__ = nn.Linear
+        layer.__dict__.pop("packed", None)
 
 
 def apply(function: type[Function], *inputs: object) -> tuple[Tensor, ...]:

@@ -6,8 +6,6 @@ product itself if it has few rows.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import torch
 from torch import Tensor, nn
 
@@ -32,18 +30,11 @@ class PackedLinear(nn.Linear):
 
 
 def pack_linear(model: nn.Module) -> list[nn.Linear]:
-    """Switch a model's plain linear layers of bfloat16 on a CPU to `PackedLinear`; return them, for `unpack_linear`."""
+    """Switch a model's plain linear layers of bfloat16 on a CPU to `PackedLinear`; return them, for `restore_linear`."""
     layers = [m for m in model.modules() if type(m) is nn.Linear and _packs(m.weight)]
     for layer in layers:
         layer.__class__ = PackedLinear
     return layers
-
-
-def unpack_linear(layers: Iterable[nn.Linear]) -> None:
-    """Restore layers changed by `pack_linear`."""
-    for layer in layers:
-        layer.__class__ = nn.Linear
-        layer.__dict__.pop("packed", None)
 
 
 def _packs(weight: Tensor) -> bool:

@@ -49,7 +49,7 @@ class AdapterBank:
 
     def __init__(self, model: PreTrainedModel) -> None:
         self._pairs: dict[str, dict[str, LowRank]] = {}
-        self._rounded: dict[str, tuple[int, dict[str, LowRank]]] = {}
+        self._rounded: dict[str, tuple[int, dict[str, LowRank]]] = {}  # with their `_num_changes`
         self._active: list[tuple[Mapping[str, LowRank], Tensor | None]] = []
         self._hooks: dict[str, RemovableHandle] = {}
         self._model = model

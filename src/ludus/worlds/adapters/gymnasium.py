@@ -52,7 +52,7 @@ class GymnasiumSettings(ExpertSettings):
     """Maximum number of actions in an episode; 0 means the environment's `max_episode_steps`, or else 100
     (a grid of minigrid has its own limit)."""
     blocks: bool = False
-    """Run each episode in a thread of its own, for an environment whose steps take more than a millisecond."""
+    """Run each episode in its own thread, for an environment whose steps take more than a millisecond."""
 
 
 @runtime_checkable
