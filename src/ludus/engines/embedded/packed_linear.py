@@ -30,7 +30,7 @@ class PackedLinear(nn.Linear):
 
 
 def pack_linear(model: nn.Module) -> list[nn.Linear]:
-    """Switch a model's plain linear layers of bfloat16 on a CPU to `PackedLinear`; return them, for `restore_linear`."""
+    """Switch a model's plain bfloat16 linear layers on a CPU to `PackedLinear`; return them, for `restore_linear`."""
     layers = [m for m in model.modules() if type(m) is nn.Linear and _packs(m.weight)]
     for layer in layers:
         layer.__class__ = PackedLinear
