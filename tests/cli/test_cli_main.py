@@ -84,6 +84,19 @@ def test_garbage_collections_are_rare_from_the_start(monkeypatch):
     assert given == [COLLECT_AFTER, "started"]
 
 
+@pytest.mark.parametrize("given", [None, "0"])
+def test_large_tensors_get_huge_pages_unless_the_environment_says_otherwise(given, monkeypatch):
+    monkeypatch.setenv("THP_MEM_ALLOC_ENABLE", given or "")
+    if given is None:
+        monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
+    found = []
+    monkeypatch.setattr(gc, "set_threshold", lambda *_: None)
+    monkeypatch.setattr(cli_main, "main", lambda: found.append(os.environ["THP_MEM_ALLOC_ENABLE"]))
+    monkeypatch.setattr(sys, "argv", ["ludus", "recipes"])
+    start()
+    assert found == [given or "1"]
+
+
 @pytest.mark.parametrize("command", COMMANDS, ids=lambda command: command.name)
 def test_each_command_has_help_with_its_example(command, monkeypatch):
     monkeypatch.setenv("COLUMNS", "140")

@@ -435,7 +435,11 @@ def test_auto_dtype_is_bfloat16_if_the_machine_multiplies_matrices_in_it(flags, 
         (tmp_path / "nvidia0").touch()
     assert model.multiplies_bfloat16(tmp_path / "cpuinfo", tmp_path / "nvidia0") is expected
     assert not model.multiplies_bfloat16(tmp_path / "none", tmp_path / "none")
-    monkeypatch.setattr(model, "multiplies_bfloat16", lambda: expected)
+    without_gpu = expected and not gpu
+    assert model.multiplies_bfloat16(tmp_path / "cpuinfo", tmp_path / "nvidia0", on_gpu=False) is without_gpu
+    monkeypatch.setattr(model, "multiplies_bfloat16", lambda on_gpu: expected if on_gpu else without_gpu)
+    on_cpu = load_config(None, ["--model.dtype", "auto", "--model.device", "cpu"])
+    assert on_cpu.model.dtype == ("bfloat16" if without_gpu else "float32")
     config = load_config(None, ["--model.dtype", "auto"])
     assert config.model.dtype == ("bfloat16" if expected else "float32")
     assert "auto" not in to_toml(config).split("dtype")[1].split("\n")[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import pairwise
 
 import pytest
@@ -22,7 +23,7 @@ from transformers import (
 )
 
 from ludus.engines.base import common_prefix
-from ludus.training.batches import prefix_packing
+from ludus.training.batches import chunked_lm_head, prefix_packing
 from ludus.training.batches.chunked_lm_head import LmHead, logits_to_scores
 from ludus.training.batches.prefix_packing import MIN_SHARED_TOKENS, pack_sequences
 from ludus.training.batches.rows import Row, microbatches
@@ -180,6 +181,30 @@ def test_sequences_with_packed_prefixes_do_not_attend_to_each_other():
     torch.testing.assert_close(changed[1:], together[1:], atol=1e-5, rtol=0)
 
 
+@pytest.mark.parametrize(
+    "forest", [pack_sequences([range(40)], CPU), pack_sequences([range(40), [*range(24), 9]], CPU)]
+)
+def test_attention_in_bfloat16_has_its_values_and_more_exact_gradients(forest, monkeypatch):
+    draw = torch.Generator().manual_seed(0)
+    made = [torch.randn(1, heads, forest.num_tokens, 16, generator=draw) for heads in (6, 2, 2)]
+    upstream = torch.randn(1, forest.num_tokens, 6, 16, generator=draw).bfloat16()
+
+    def attend(dtype, most):
+        monkeypatch.setattr(prefix_packing, "MAX_WIDE", most)
+        inputs = [x.bfloat16().to(dtype).requires_grad_() for x in made]
+        out, _ = prefix_packing.forest_attention(torch.nn.Module(), *inputs, None, forest=replace(forest, masks={}))
+        return out, torch.autograd.grad(out, inputs, upstream.to(dtype))
+
+    _, exact = attend(torch.float64, 0)
+    out, grads = attend(torch.bfloat16, 2**20)
+    values, narrow = attend(torch.bfloat16, 0)
+    assert torch.equal(out, values)
+    for grad, other, true in zip(grads, narrow, exact, strict=True):
+        error = (grad - true).norm()
+        assert error < 0.99 * (other - true).norm()
+        assert error < 0.02 * true.norm()
+
+
 def test_attention_without_packed_prefixes_is_unchanged():
     model = families()["llama"].double()
     tokens, _ = branching_rows()
@@ -196,8 +221,9 @@ def test_attention_without_packed_prefixes_is_unchanged():
 
 
 @pytest.mark.parametrize("entropy", ["none", "value", "gradient"])
-@pytest.mark.parametrize("rows", [1, 3, 100, None])
-def test_chunked_output_layer_matches_unchunked_values_and_gradients(rows, entropy):
+@pytest.mark.parametrize(("rows", "near"), [(1, 100), (3, 22), (100, 33), (100, 500), (None, 100)])
+def test_chunked_output_layer_matches_unchunked_values_and_gradients(rows, near, entropy, monkeypatch):
+    monkeypatch.setattr(chunked_lm_head, "_NEAR_LOGITS", near)
     draw = torch.Generator().manual_seed(0)
     hidden, weight, bias = (
         torch.randn(*shape, generator=draw, dtype=torch.float64, requires_grad=True)

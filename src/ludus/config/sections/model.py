@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, Self
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import Field, model_validator
 
 from ludus.config.sections.section import Section
 
@@ -20,9 +20,13 @@ def check_role_names(setting: str, roles: Sequence[str]) -> None:
         raise ValueError(f"{setting} has {invalid[0]!r}, but {allowed}")
 
 
-def multiplies_bfloat16(processor: Path = Path("/proc/cpuinfo"), gpu: Path = Path("/dev/nvidia0")) -> bool:
-    """Return whether the machine has a GPU or a CPU with matrix products in bfloat16, by the files that tell."""
-    return gpu.exists() or (processor.is_file() and " amx_bf16" in processor.read_text(encoding="utf-8"))
+def multiplies_bfloat16(
+    processor: Path = Path("/proc/cpuinfo"), gpu: Path = Path("/dev/nvidia0"), *, on_gpu: bool = True
+) -> bool:
+    """Return whether the machine has a GPU (that the run uses, `on_gpu`) or a CPU with matrix products in bfloat16, by
+    the files that tell."""
+    on_cpu = processor.is_file() and " amx_bf16" in processor.read_text(encoding="utf-8")
+    return on_cpu or (on_gpu and gpu.exists())
 
 
 class LoraConfig(Section):
@@ -88,7 +92,7 @@ class ModelConfig(Section):
     from_scratch: bool = False
     """Create tokenizer and model and run the cold start first, instead of loading a checkpoint."""
     dtype: Literal["float32", "bfloat16", "float64"] = "float32"
-    """Data type of the weights; `auto` is bfloat16 with a GPU or a CPU that multiplies matrices in it (AMX), otherwise
+    """Data type of the weights; `auto` is bfloat16 on a GPU or a CPU that multiplies matrices in it (AMX), otherwise
     float32."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of model and engine; `auto` is the GPU if there is one."""
@@ -105,10 +109,13 @@ class ModelConfig(Section):
     """Roles of model.roles whose models sample and are not trained."""
     init: ModelInitConfig = ModelInitConfig()
 
-    @field_validator("dtype", mode="before")
+    @model_validator(mode="before")
     @classmethod
-    def _choose_dtype(cls, value: object) -> object:
-        return value if value != "auto" else ("bfloat16" if multiplies_bfloat16() else "float32")
+    def _choose_dtype(cls, values: object) -> object:
+        if not isinstance(values, dict) or values.get("dtype") != "auto":
+            return values
+        fast = multiplies_bfloat16(on_gpu=values.get("device") != "cpu")
+        return values | {"dtype": "bfloat16" if fast else "float32"}
 
     @model_validator(mode="after")
     def _roles_are_names(self) -> Self:

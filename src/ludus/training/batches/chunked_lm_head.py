@@ -25,6 +25,8 @@ CHUNK_LOGITS = 16_777_216
 """Logits of one chunk."""
 _NEAR = 256
 """Rows processed together for a small vocabulary, so that their logits fit into CPU caches."""
+_NEAR_LOGITS = 524_288
+"""Logits per elementwise pass on a CPU, few enough for its caches (2 MiB in float32)."""
 _WORDS = 16_384
 """Rows of the output layer per gradient accumulation."""
 
@@ -53,9 +55,17 @@ class LmHead:
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return tempered logits `[A, V]` of `hidden` `[A, H]`, in float32 or better."""
-        made = linear(hidden, self.weight, self.bias)
-        wide = made if made.dtype == torch.float64 else made.float()
+        return self.temper(linear(hidden, self.weight, self.bias))
+
+    def temper(self, table: Tensor) -> Tensor:
+        """Return tempered logits, in float32 or better, of the output layer's table."""
+        wide = table if table.dtype == torch.float64 else table.float()
         return wide if self.temperature == 1 else wide / self.temperature
+
+    @property
+    def near_rows(self) -> int:
+        """Rows per elementwise pass over a chunk: on a CPU few, elsewhere all."""
+        return max(1, _NEAR_LOGITS // len(self.weight)) if self.weight.device.type == "cpu" else CHUNK_LOGITS
 
     def score(
         self, hidden: Tensor, targets: Tensor, entropy: Entropy = "none", *, rows: int | None = None
@@ -170,10 +180,10 @@ class _ChunkedTable(torch.autograd.Function):
         ctx: _HeadContext, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, how: _HeadArgs
     ) -> tuple[Tensor, Tensor]:
         head = LmHead(weight, bias, how.temperature)
-        parts = [
-            logits_to_scores(head.logits(h), t, how.entropy)
-            for h, t in zip(torch.split(hidden, how.rows), torch.split(targets, how.rows), strict=True)
-        ]
+        parts = []
+        for h, t in zip(torch.split(hidden, how.rows), torch.split(targets, how.rows), strict=True):
+            near = (torch.split(x, head.near_rows) for x in (linear(h, weight, bias), t))
+            parts += [logits_to_scores(head.temper(a), b, how.entropy) for a, b in zip(*near, strict=True)]
         logprobs = torch.cat([part.logprobs for part in parts])
         entropy = [part.entropy for part in parts if part.entropy is not None]
         ctx.save_for_backward(hidden, weight, targets, *([] if bias is None else [bias]))
@@ -191,13 +201,13 @@ class _ChunkedTable(torch.autograd.Function):
             of_entropy = grads[1][at] if how.entropy == "gradient" else None
             return _logits_slope(logits, targets[at], grads[0][at], of_entropy).div_(how.temperature)
 
-        return *_chunked_gradients(ctx, slope), None, None
+        return *_chunked_gradients(ctx, slope, LmHead(ctx.saved_tensors[1]).near_rows), None, None
 
 
 def _chunked_gradients(
-    ctx: _HeadContext, slope: Callable[[Tensor, slice], Tensor]
+    ctx: _HeadContext, slope: Callable[[Tensor, slice], Tensor], near_rows: int
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """Return the gradients of states, weight and bias; `slope` returns that of the logits of some rows."""
+    """Return the gradients of states, weight and bias; `slope` returns that of the logits of up to `near_rows` rows."""
     hidden, weight, _, *rest = ctx.saved_tensors
     bias = rest[0] if rest else None
     head = LmHead(weight, bias, ctx.how.temperature)
@@ -206,7 +216,10 @@ def _chunked_gradients(
     to_bias = torch.zeros_like(bias) if bias is not None and ctx.needs_input_grad[2] else None
     for start in range(0, hidden.shape[0], ctx.how.rows):
         at = slice(start, start + ctx.how.rows)
-        of_logits = slope(head.logits(hidden[at]), at).to(hidden.dtype)
+        of_logits = linear(hidden[at], weight, bias)
+        for first in range(0, len(of_logits), near_rows):
+            near = of_logits[first : first + near_rows]
+            near.copy_(slope(head.temper(near), slice(start + first, start + first + len(near))))
         if to_hidden is not None:
             to_hidden[at] = product(of_logits, weight)
         if to_weight is not None:
@@ -287,7 +300,7 @@ class _Divergence(torch.autograd.Function):
             tables = (logits, other.head.logits(other.hidden[at]))
             return _divergence_slope(against, tables, found[at]).mul_((grads[0][at] / how.temperature)[:, None])
 
-        return *_chunked_gradients(ctx, slope), None
+        return *_chunked_gradients(ctx, slope, how.rows), None
 
 
 def _chunk_divergence(against: DivergenceTarget, logits: Tensor, ref_logits: Tensor) -> Tensor:

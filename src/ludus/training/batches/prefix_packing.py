@@ -15,6 +15,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import Function
+from torch.autograd.function import FunctionCtx, once_differentiable
 from torch.nn.functional import scaled_dot_product_attention
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, AttentionMaskInterface
@@ -23,6 +25,7 @@ from transformers.masking_utils import sdpa_mask
 
 from ludus.engines.base import common_prefix
 from ludus.engines.embedded.attention import MaskShape, added_mask
+from ludus.engines.embedded.model_runner import apply
 
 NAME = "ludus_forest"
 """Name of the attention implementation in transformers. Without a forest it is `sdpa`."""
@@ -32,6 +35,10 @@ MIN_SHARED_TOKENS = 8
 
 MAX_MASK = 16_777_216
 """Elements of an attention mask that is stored for the backward pass (64 MiB in float32)."""
+
+MAX_WIDE = 131_072
+"""Scores of a head up to which attention in bfloat16 on a CPU has its backward pass in float32, where torch's takes
+about half as long; that of more scores takes as long."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,6 +156,8 @@ def _attend_causal(query: Tensor, known: tuple[Tensor, Tensor], scale: float | N
     """Return `[1, Hq, n, D]` of causal self-attention within a node."""
     group = query.shape[1] // known[0].shape[1]
     key, value = (x.repeat_interleave(group, 1) if group > 1 else x for x in known)
+    if _backward_widens(query, key):
+        return apply(_WideBackward, query, key, value, None, scale)[0]
     return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
 
 
@@ -184,8 +193,51 @@ def _attend_stacked(
     """Return `[1, Hq, n, D]`; query heads are stacked instead of copying keys."""
     folded = query.reshape(1, key.shape[1], -1, query.shape[3])
     mask = added_mask(shape, query) if mask is None else mask
-    out = scaled_dot_product_attention(folded, key, value, mask, scale=scale)
+    if _backward_widens(query, key):
+        (out,) = apply(_WideBackward, folded, key, value, mask, scale)
+    else:
+        out = scaled_dot_product_attention(folded, key, value, mask, scale=scale)
     return out.view(1, -1, query.shape[2], out.shape[3])
+
+
+def _backward_widens(query: Tensor, key: Tensor) -> bool:
+    """Return whether torch's backward pass of short attention is slower in these 16 bits than in float32."""
+    short = query.shape[2] * key.shape[2] <= MAX_WIDE
+    narrow = query.dtype == torch.bfloat16 and query.device.type == "cpu"
+    return short and narrow and torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+
+
+class _Context(FunctionCtx):
+    saved_tensors: tuple[Tensor, ...]
+    mask: Tensor | None
+    scale: float | None
+
+
+class _WideBackward(Function):
+    """Torch's flash attention on a CPU, causal without a mask, with the backward pass in float32."""
+
+    @staticmethod
+    def forward(
+        ctx: _Context, query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None
+    ) -> Tensor:
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+            query, key, value, 0.0, mask is None, attn_mask=mask, scale=scale
+        )
+        ctx.save_for_backward(query, key, value, out, lse)
+        ctx.mask, ctx.scale = mask, scale
+        made: Tensor = out
+        return made
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: _Context, upstream: Tensor) -> tuple[Tensor | None, ...]:
+        *narrow, lse = ctx.saved_tensors
+        wide = [x.float() for x in (upstream, *narrow)]
+        mask = None if ctx.mask is None else ctx.mask.float()
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *wide, lse, 0.0, mask is None, attn_mask=mask, scale=ctx.scale
+        )
+        return *(grad.to(upstream.dtype) for grad in grads), None, None
 
 
 def register() -> None:
