@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from ludus.engines.embedded.engine import LocalEngine
+from ludus.engines.models import fingerprint
 from ludus.errors import EngineError, SyncError
 from ludus.training.rl.weight_sync import WeightSync
 from tests.training.learner.test_learner import tiny_model
@@ -44,6 +45,29 @@ def test_published_weights_are_loaded_and_verified(model):
     gap = publish(engine, model, version=7)
     assert engine.version == 7
     assert gap < 1e-5
+
+
+def test_frozen_weights_are_hashed_once_unless_they_change(model, monkeypatch):
+    hashed = []
+    hash_chunk = fingerprint._hash
+    monkeypatch.setattr(fingerprint, "_hash", lambda chunk: hashed.append(chunk.data_ptr()) or hash_chunk(chunk))
+    frozen = model.get_input_embeddings().weight.requires_grad_(False)
+
+    async def run():
+        engine = LocalEngine(model)
+        sync = WeightSync(model, engine, PROBE)
+        try:
+            for version in (1, 2, 3):
+                await sync.publish(version)
+            assert hashed.count(frozen.data_ptr()) == 1
+            with torch.no_grad():
+                frozen[0] += 1
+            with pytest.raises(SyncError, match="digest"):
+                await sync.publish(4)
+        finally:
+            await engine.close()
+
+    asyncio.run(run())
 
 
 def test_engine_keeping_its_old_weights_raises_sync_error(model):

@@ -158,9 +158,10 @@ class WeightSync:
         return {name: weights[name] for name, p in self.model.named_parameters() if p.requires_grad}
 
     def _gathered(self) -> dict[str, Tensor]:
-        """Return all weights unsharded. Unsharded weights are not copied."""
+        """Return all weights unsharded. Unsharded weights are not copied; frozen ones are the parameters themselves,
+        whose digests are cached."""
         if not is_sharded(self.model):
-            return {name: p.detach() for name, p in self.model.named_parameters()}
+            return {name: p.detach() if p.requires_grad else p for name, p in self.model.named_parameters()}
         with self.ranks.call_on_ranks("gather_weights"):
             return full_state_dict(self.model)
 
