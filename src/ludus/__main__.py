@@ -1,7 +1,6 @@
 """The entry point of `ludus` and `python -m ludus`."""
 
 import gc
-import os
 import sys
 
 from ludus.cli.signals import exit_on_interrupt
@@ -19,7 +18,6 @@ def main() -> int:
     if sys.argv[1:2] and sys.argv[1] in LONG_COMMANDS and not {"-h", "--help"} & {*sys.argv}:
         print("Reading the settings ...", file=sys.stderr, flush=True)
     gc.set_threshold(COLLECT_AFTER)
-    os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # torch reads it on import: huge pages on Linux
     with exit_on_interrupt():
         from ludus.cli.main import main as run
     return run()

@@ -90,10 +90,8 @@ def test_large_tensors_get_huge_pages_unless_the_environment_says_otherwise(give
     if given is None:
         monkeypatch.delenv("THP_MEM_ALLOC_ENABLE")
     found = []
-    monkeypatch.setattr(gc, "set_threshold", lambda *_: None)
-    monkeypatch.setattr(cli_main, "main", lambda: found.append(os.environ["THP_MEM_ALLOC_ENABLE"]))
-    monkeypatch.setattr(sys, "argv", ["ludus", "recipes"])
-    start()
+    monkeypatch.setattr(cli_main, "_dispatch", lambda _: found.append(os.environ["THP_MEM_ALLOC_ENABLE"]) or 0)
+    assert cli_main.main([]) == 0
     assert found == [given or "1"]
 
 

@@ -22,6 +22,7 @@ from ludus.cli.arguments import no_settings, split_settings
 from ludus.cli.command import list_commands
 from ludus.cli.signals import INTERRUPTED
 from ludus.cli.ui.help_text import HelpFormatter, wrapped
+from ludus.config.environment import set_default_variables
 from ludus.config.settings import is_section, list_settings, nearest, suggestion
 from ludus.errors import LudusError, UserError, did_you_mean, nearest_names
 from ludus.plugins import plugin_line
@@ -34,6 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         log.addHandler(logging.NullHandler())
     atexit.unregister(_skip_final_gc)  # registered once per process
     atexit.register(_skip_final_gc)
+    set_default_variables({"THP_MEM_ALLOC_ENABLE": "1"})  # huge pages for large tensors; torch reads it on import
     try:
         code = _dispatch(list(sys.argv[1:] if argv is None else argv))
         sys.stdout.flush()
