@@ -205,6 +205,17 @@ def test_attention_in_bfloat16_has_its_values_and_more_exact_gradients(forest, m
         assert error < 0.02 * true.norm()
 
 
+def test_attention_in_bfloat16_supports_values_of_another_width():
+    forest = pack_sequences([range(40), [*range(24), 9]], CPU)
+    query, key, value = (
+        torch.ones(1, 2, forest.num_tokens, width).bfloat16().requires_grad_() for width in (16, 16, 8)
+    )
+    out, _ = prefix_packing.forest_attention(torch.nn.Module(), query, key, value, None, forest=forest)
+    out.sum().backward()
+    assert out.shape == (1, forest.num_tokens, 2, 8)
+    torch.testing.assert_close(value.grad.sum(), torch.tensor(out.numel()).bfloat16(), rtol=0.02, atol=0)
+
+
 def test_attention_without_packed_prefixes_is_unchanged():
     model = families()["llama"].double()
     tokens, _ = branching_rows()

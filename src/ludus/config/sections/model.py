@@ -23,7 +23,7 @@ def check_role_names(setting: str, roles: Sequence[str]) -> None:
 def multiplies_bfloat16(
     processor: Path = Path("/proc/cpuinfo"), gpu: Path = Path("/dev/nvidia0"), *, on_gpu: bool = True
 ) -> bool:
-    """Return whether the machine has a GPU (that the run uses, `on_gpu`) or a CPU with matrix products in bfloat16, by
+    """Return whether the machine has a GPU (ignored unless `on_gpu`) or a CPU with matrix products in bfloat16, by
     the files that tell."""
     on_cpu = processor.is_file() and " amx_bf16" in processor.read_text(encoding="utf-8")
     return on_cpu or (on_gpu and gpu.exists())

@@ -37,7 +37,7 @@ MAX_MASK = 16_777_216
 """Elements of an attention mask that is stored for the backward pass (64 MiB in float32)."""
 
 MAX_WIDE = 131_072
-"""Scores of a head up to which attention in bfloat16 on a CPU has its backward pass in float32, where torch's takes
+"""Scores of a key head up to which attention in bfloat16 on a CPU has its backward pass in float32, where torch's takes
 about half as long; that of more scores takes as long."""
 
 
@@ -156,9 +156,7 @@ def _attend_causal(query: Tensor, known: tuple[Tensor, Tensor], scale: float | N
     """Return `[1, Hq, n, D]` of causal self-attention within a node."""
     group = query.shape[1] // known[0].shape[1]
     key, value = (x.repeat_interleave(group, 1) if group > 1 else x for x in known)
-    if _backward_widens(query, key):
-        return apply(_WideBackward, query, key, value, None, scale)[0]
-    return scaled_dot_product_attention(query, key, value, is_causal=True, scale=scale)
+    return _attend(query, key, value, None, scale)
 
 
 def _attend_masked(
@@ -193,18 +191,17 @@ def _attend_stacked(
     """Return `[1, Hq, n, D]`; query heads are stacked instead of copying keys."""
     folded = query.reshape(1, key.shape[1], -1, query.shape[3])
     mask = added_mask(shape, query) if mask is None else mask
-    if _backward_widens(query, key):
-        (out,) = apply(_WideBackward, folded, key, value, mask, scale)
-    else:
-        out = scaled_dot_product_attention(folded, key, value, mask, scale=scale)
+    out = _attend(folded, key, value, mask, scale)
     return out.view(1, -1, query.shape[2], out.shape[3])
 
 
-def _backward_widens(query: Tensor, key: Tensor) -> bool:
-    """Return whether torch's backward pass of short attention is slower in these 16 bits than in float32."""
-    short = query.shape[2] * key.shape[2] <= MAX_WIDE
+def _attend(query: Tensor, key: Tensor, value: Tensor, mask: Tensor | None, scale: float | None) -> Tensor:
+    """Return the attention of as many query as key heads, causal without a mask."""
+    few = query.shape[2] * key.shape[2] <= MAX_WIDE and query.shape[3] == value.shape[3]
     narrow = query.dtype == torch.bfloat16 and query.device.type == "cpu"
-    return short and narrow and torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    if few and narrow and torch.is_grad_enabled() and (query.requires_grad or key.requires_grad):
+        return apply(_WideBackward, query, key, value, mask, scale)[0]
+    return scaled_dot_product_attention(query, key, value, mask, is_causal=mask is None, scale=scale)
 
 
 class _Context(FunctionCtx):
